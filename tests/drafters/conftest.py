@@ -1,4 +1,4 @@
-"""What the tests of all families share."""
+"""Fixtures shared by the tests of all drafter families."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.drafters.documents import documents
 
 @pytest.fixture(scope="module", autouse=True)
 def exact_products():
-    """Drafting is compared with training, number by number: weights that were never bf16 are not rounded for a CPU."""
+    """Keep draft weights unrounded on CPU, so that drafting and training logits can be compared closely."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DraftLinear, "rough", False)
         yield
@@ -16,7 +16,7 @@ def exact_products():
 
 @pytest.fixture(scope="session")
 def target(shallow):
-    """Three of the ten layers: these tests compare two computations, and any texts serve for that."""
+    """The target with three of its ten layers, which is enough to compare two computations."""
     return shallow
 
 

@@ -1,4 +1,4 @@
-"""Documents that heads are trained on in tests: prompts with greedy answers."""
+"""Training documents for draft heads in tests: prompts with greedy answers."""
 
 from specctl.decoding.sampling import GREEDY
 from specctl.training.example import Example
@@ -6,7 +6,7 @@ from tests.toys.decoding import decode
 
 
 def documents(target, prompts, lengths):
-    """One example for each of `lengths`, a number of new tokens."""
+    """Return one example per entry of `lengths`, which gives its number of new tokens."""
     texts = [
         decode(target, [prompt], sampling=GREEDY, max_new_tokens=new, seeds=[0])[0]
         for prompt, new in zip(prompts, lengths, strict=False)

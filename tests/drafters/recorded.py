@@ -1,4 +1,4 @@
-"""The draft logits that a head's training compares with the teacher; the fused loss itself never holds them all."""
+"""Record the draft logits of a training step, which the fused loss never stores as a whole."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 @contextlib.contextmanager
 def recorded_logits(head):
-    """A list that fills with the logits [n, Vd] of every product that `head` distils."""
+    """Yield a list that collects the logits [n, Vd] of every product distilled by `head`."""
     found, real = [], head.distill_losses
 
     def distil(product, *args):

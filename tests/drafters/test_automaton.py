@@ -1,4 +1,4 @@
-"""The suffix automaton against its definition: classes of substrings by where they end, counted one by one."""
+"""The suffix automaton agrees with a brute-force count of substrings and followers."""
 
 import pytest
 from hypothesis import given
@@ -20,14 +20,17 @@ def ends(ids, gram):
 
 
 def counted(ids):
-    """Update exclusion by definition: {substring: {follower: count}}, the followers in the order last seen."""
+    """Count followers by the definition of update exclusion.
+
+    Returns {substring: {follower: count}} with the followers ordered by last occurrence.
+    """
     counts = {}
     for at, token in enumerate(ids):
         before, known = ids[:at], None
         for size in range(at, -1, -1):
             gram = before[at - size :]
             if known is not None and ends(before, gram) != known:
-                break  # longer substrings of the class that knew the token were the last to count
+                break  # longer substrings of this class knew the token and were counted last
             followers = counts.setdefault(tuple(gram), {})
             if token in followers:
                 known = ends(before, gram)
@@ -36,7 +39,7 @@ def counted(ids):
 
 
 def strings(automaton):
-    """Every substring, with its state."""
+    """Yield every substring with its state."""
     waiting = [((), 0)]
     while waiting:
         gram, state = waiting.pop()
@@ -46,7 +49,7 @@ def strings(automaton):
 
 @given(TEXT)
 def test_substrings_followers_and_counts(ids):
-    """A clone without its counts, or a redirected transition too few, shows here."""
+    """Catches a clone without its counts and a transition that was not redirected."""
     automaton, expected = automaton_of(ids), counted(ids)
     found = dict(strings(automaton))
     assert set(found) == {tuple(ids[a:b]) for a in range(len(ids) + 1) for b in range(a, len(ids) + 1)}
@@ -63,12 +66,11 @@ def test_the_match_is_the_longest_suffix_seen_before(ids):
 
 
 @given(text=TEXT, cuts=st.lists(st.integers(0, 24), max_size=5))
-def test_text_that_grows_by_pieces(text, cuts):
-    """The match state after every commit is that of an automaton built from nothing."""
+def test_incremental_extension_equals_building_from_scratch(text, cuts):
     automaton = SuffixAutomaton()
     for cut in [*sorted(cuts), len(text)]:
         automaton.extend(text[:cut])
-        automaton.extend(text, cut)  # nothing new
+        automaton.extend(text, cut)  # no new tokens
         assert vars(automaton) == vars(automaton_of(text[:cut]))
 
 
@@ -90,8 +92,8 @@ ADVERSARIAL = {
 
 
 @pytest.mark.parametrize("ids", ADVERSARIAL.values(), ids=ADVERSARIAL)
-def test_linear_in_memory_and_work(ids, monkeypatch):
-    """Work is counted in visits of a state; copies of transitions are bounded by the transitions that remain."""
+def test_memory_and_work_are_linear(ids, monkeypatch):
+    """Work is the number of state visits; the number of transitions bounds the cost of copying them."""
     visits = 0
     count = SuffixAutomaton._count
 
@@ -108,14 +110,14 @@ def test_linear_in_memory_and_work(ids, monkeypatch):
 
 
 @pytest.mark.parametrize("ids", [[], [5], [5, 6]])
-def test_nothing_to_match(ids):
+def test_short_texts_have_no_match(ids):
     automaton = automaton_of(ids)
     assert automaton.match == 0
     assert Match.of(automaton).followers(3) == []
 
 
-def test_the_last_seen_followers_with_their_shares():
-    """Behind 1 stood 2, 3, 2 and 4; the last two kinds seen are asked for."""
+def test_followers_are_the_last_seen_with_their_shares():
+    """Token 1 was followed by 2, 3, 2 and 4; the two most recent followers are requested."""
     automaton = automaton_of([1, 2, 1, 3, 1, 2, 1, 4, 9, 1])
     found = Match.of(automaton).followers(2)
     weight = 4 + 3 * ESCAPE_MASS
@@ -123,7 +125,7 @@ def test_the_last_seen_followers_with_their_shares():
 
 
 def test_a_longer_match_is_trusted_more():
-    """Each token of the draft is part of the match behind which the next one stands."""
+    """Each drafted token extends the match, so the next token gets a smaller escape mass."""
     automaton = automaton_of([1, 2, 3, 4, 8, 1, 2])
     (three,) = Match.of(automaton).followers(1)
     (four,) = three.next.followers(1)
@@ -131,7 +133,7 @@ def test_a_longer_match_is_trusted_more():
     assert (four.token, four.probability) == (4, 1 / (1 + ESCAPE_MASS / 9))
 
 
-def test_a_periodic_text_goes_on():
+def test_a_periodic_text_is_continued_periodically():
     automaton = automaton_of([5, 6, 5, 6, 5])
     place, read = Match.of(automaton), []
     for _ in range(7):

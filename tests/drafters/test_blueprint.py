@@ -1,4 +1,4 @@
-"""A drafter's config.json is data: whatever it says is either what its weights are, or one line with file and key."""
+"""Each wrong value in a drafter's config.json gives a one-line error that names the file and the key."""
 
 import json
 import math
@@ -22,7 +22,7 @@ TINY = {"preset": "tiny", "num_layers": 1}
 
 @pytest.fixture(scope="module")
 def drafters(target, tmp_path_factory):
-    """A directory of every family, and of an adapter of one."""
+    """Save one directory per family, and one adapter of the eagle3 head."""
     root = tmp_path_factory.mktemp("drafters")
     made = {}
     for name in ("eagle3", "eagle", "hydra", "medusa", "lm"):
@@ -45,7 +45,7 @@ def drafters(target, tmp_path_factory):
 
 @pytest.fixture
 def changed(drafters, target):
-    """`changed(family, config, tensors)` → the error of loading it with this changed, and its manifest written anew."""
+    """Return `load(family, …)`, which changes a checkpoint and its manifest and returns the loading error."""
 
     def load(family, architecture=None, top=None, tensors=None):
         source = drafters[family]
@@ -76,7 +76,7 @@ def changed(drafters, target):
     return load
 
 
-def test_unchanged_they_load(drafters, target):
+def test_unchanged_drafters_load(drafters, target):
     for place in drafters.values():
         pool.load_drafter(str(place), target, DraftingRecipe())
 
@@ -97,13 +97,13 @@ def test_unchanged_they_load(drafters, target):
     ids=str,
 )
 def test_a_wrong_field_of_a_head_is_named(changed, family, key, value):
-    """Most of them built something, and failed, if at all, in the middle of a text."""
+    """Most of these values used to build a head that failed in the middle of a text, or not at all."""
     said = changed(family, {key: value})
     assert "config.json" in said and (key in said or "requires" in said)
 
 
-def test_an_lm_of_endless_brackets_is_refused():
-    """JSON may be nested more deeply than Python follows."""
+def test_a_deeply_nested_lm_config_is_refused():
+    """JSON may be nested more deeply than Python's recursion limit."""
     value = []
     for _ in range(2000):
         value = [value]
@@ -119,7 +119,7 @@ def test_a_wrong_origin_of_an_adapter_is_named(changed, value):
 
 
 @pytest.mark.parametrize("path", ["a" * 300, "../gone", "\0", "/"])
-def test_a_base_that_is_nowhere(changed, path):
+def test_a_missing_base_of_an_adapter_is_named(changed, path):
     said = changed("lora", top={"lora": {"rank": 2, "alpha": 4, "base": {"path": path, "sha256": "0" * 64}}})
     assert "is an adapter of" in said
 
@@ -138,7 +138,7 @@ def test_an_update_that_does_not_fit_its_base_is_named(changed, tensors):
     assert "model.safetensors: " in changed("lora", tensors=tensors)
 
 
-def test_families_without_adapters_take_none(changed, drafters):
+def test_families_without_adapters_refuse_an_adapter(changed, drafters):
     origin = {"path": "../medusa", "sha256": checkpoint.weights_digest(drafters["medusa"])}
     assert "do not support adapters" in changed("medusa", top={"lora": {"rank": 2, "alpha": 4, "base": origin}})
 
@@ -153,12 +153,12 @@ def test_families_without_adapters_take_none(changed, drafters):
         {"d2t": torch.full((2048,), 10**6)},
     ],
 )
-def test_weights_that_are_others_are_named(changed, tensors):
+def test_weights_of_the_wrong_name_shape_or_type_are_named(changed, tensors):
     assert f"model.safetensors: {next(iter(tensors))}" in changed("eagle3", tensors=tensors).replace("'", "")
 
 
 @pytest.mark.parametrize("id", [4096, 10**6, -2])
-def test_a_store_of_tokens_that_there_are_not(changed, drafters, id):
+def test_a_store_with_token_ids_outside_the_vocabulary_is_refused(changed, drafters, id):
     tokens = load_file(drafters["retrieval"] / "model.safetensors")["tokens"].clone()
     tokens[3] = id
     assert f"model.safetensors: tokens: contains ids {min(id, -1)} …" in changed(
@@ -178,12 +178,12 @@ CODE = {
 
 
 @pytest.mark.parametrize("key", CODE)
-def test_an_lm_chooses_no_code(changed, key):
-    """Kernels of a repository would be fetched and loaded, once the package `kernels` is there."""
+def test_an_lm_config_cannot_select_code(changed, key):
+    """`transformers` would download and load kernels from a repository if the package `kernels` is installed."""
     assert f"config.json: architecture.{key}" in changed("lm", {key: CODE[key]})
 
 
-def test_nor_in_what_is_nested(changed):
+def test_a_nested_lm_config_cannot_select_code(changed):
     said = changed("lm", {"model_type": "gemma3", "text_config": {"attn_implementation": "a/b"}})
     assert "attn_implementation" in said or "text_config" in said or "is not a key" in said
 
@@ -214,32 +214,32 @@ def test_nor_in_what_is_nested(changed):
     ],
     ids=str,
 )
-def test_an_lm_of_any_size_is_refused_before_it_is_built(changed, architecture):
-    """The loader built it first, 28 GB and more, and compared afterwards."""
+def test_an_lm_config_with_wrong_sizes_is_refused_before_the_model_is_built(changed, architecture):
+    """The loader used to build the model first, which took 28 GB and more."""
     assert "config.json" in changed("lm", architecture)
 
 
-def test_an_lm_that_says_nothing_of_its_sizes(changed):
-    """Then they are those of a 7B model."""
+def test_an_lm_config_without_sizes_is_refused(changed):
+    """By default, `transformers` assumes the sizes of a 7B model."""
     assert "the files do not match" in changed("lm", top={"architecture": {"model_type": "llama"}})
     for other in ({}, [], None, "llama", 1):
         assert "config.json: architecture" in changed("lm", top={"architecture": other})
 
 
-def test_an_lm_that_lacks_tokens(changed, drafters):
-    """It failed at the first one, in the middle of a text."""
+def test_an_lm_with_a_smaller_vocabulary_is_refused(changed, drafters):
+    """A smaller vocabulary used to fail at the first missing token, in the middle of a text."""
     tensors = load_file(drafters["lm"] / "model.safetensors")
     fewer = {name: tensors[name][:4000].clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
     assert "architecture.vocab_size: is 4000" in changed("lm", {"vocab_size": 4000}, tensors=fewer)
 
 
-def test_what_an_lm_writes_it_reads(drafters, target):
+def test_an_lm_config_survives_saving_and_loading(drafters, target):
     config = json.loads((drafters["lm"] / "config.json").read_text())
     again = lm.stored(configuration(config["architecture"]))
     assert again == config["architecture"]
 
 
-def test_files_that_are_no_safetensors_name_the_file(drafters, target, tmp_path):
+def test_a_file_that_is_not_safetensors_is_named(drafters, target, tmp_path):
     place = tmp_path / "d"
     found = checkpoint.load(drafters["eagle3"])
     checkpoint.save(place, config=found.config, tensors=found.tensors, info={})
@@ -248,8 +248,8 @@ def test_files_that_are_no_safetensors_name_the_file(drafters, target, tmp_path)
         pool.load_drafter(str(place), target, DraftingRecipe())
 
 
-def test_schemas_of_families_are_resolved(target):
-    """Their annotations stand in several modules."""
+def test_head_config_annotations_resolve(target):
+    """The annotations of `HeadConfig` are defined in several modules."""
     shape = dict(hidden_size=4, vocab_size=9, draft_vocab_size=9, taps=[1], intermediate_size=4, num_heads=2)
     shape |= dict(num_kv_heads=1, head_dim=2, rms_norm_eps=1e-5, rope_theta=1e4, max_position_embeddings=8)
     assert HeadConfig.from_dict(shape).taps == (1,)

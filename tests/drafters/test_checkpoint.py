@@ -1,4 +1,4 @@
-"""A drafter directory is whole or an error that names the file; nothing in it is executed or followed outside."""
+"""A drafter directory is complete or gives an error naming the bad file; it cannot run code or point outside."""
 
 import json
 import multiprocessing
@@ -38,30 +38,30 @@ def change_manifest(drafter, change):
     (drafter / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_what_is_written_is_read(drafter):
+def test_a_saved_drafter_loads_unchanged(drafter):
     found = checkpoint.load(drafter)
     assert found.config == CONFIG and found.info == INFO and found.path == drafter
     assert torch.equal(found.tensors["a.weight"], torch.ones(3, 4))
     assert torch.equal(found.tensors["b"], torch.arange(5))
 
 
-def test_views_are_stored_as_what_they_show(tmp_path):
-    """A transposed or sliced weight shares storage that must not be written instead of it."""
+def test_views_are_stored_by_value(tmp_path):
+    """A transposed or sliced weight shares its storage with a larger tensor, which must not be written."""
     matrix = torch.randn(4, 6)
     checkpoint.save(tmp_path / "d", config=CONFIG, tensors={"t": matrix.T, "row": matrix[1]}, info={})
     found = checkpoint.load(tmp_path / "d").tensors
     assert torch.equal(found["t"], matrix.T) and torch.equal(found["row"], matrix[1])
 
 
-def test_who_may_read_files_may_read_weights(tmp_path):
-    """An engine that runs as somebody else; safetensors writes for the owner alone."""
+def test_weights_get_the_default_file_permissions(tmp_path):
+    """safetensors creates files that only the owner can read; an engine may run as another user."""
     (tmp_path / "any").touch()
     checkpoint.write_tensors(tmp_path / "weights", {"x": torch.ones(2)})
     assert (tmp_path / "weights").stat().st_mode == (tmp_path / "any").stat().st_mode
 
 
-def test_weights_are_not_written_through_a_link(tmp_path):
-    """Nor is a file made where a link leads to none."""
+def test_weights_replace_a_symlink_instead_of_following_it(tmp_path):
+    """A dangling link must not create its target either."""
     (tmp_path / "victim").write_text("safe")
     for name in ("victim", "nothing"):
         (tmp_path / "weights").unlink(missing_ok=True)
@@ -76,7 +76,7 @@ def test_the_card_has_the_target_and_the_numbers(drafter):
     assert "with `builtin`" in card and 'license: "apache-2.0"' in card and "| sql | 3.50 |" in card
 
 
-def test_a_given_card_is_kept(tmp_path):
+def test_a_card_passed_to_save_is_written(tmp_path):
     assert (write(tmp_path / "d", card="# mine\n") / "README.md").read_text() == "# mine\n"
 
 
@@ -91,7 +91,7 @@ def test_a_given_card_is_kept(tmp_path):
     ],
     ids=["missing", "truncated", "empty", "flipped"],
 )
-def test_damage_is_named(drafter, name, damage, says):
+def test_a_damaged_file_is_named(drafter, name, damage, says):
     damage(drafter / name)
     with pytest.raises(CheckpointError, match=says) as error:
         checkpoint.load(drafter)
@@ -122,7 +122,7 @@ def test_a_bad_manifest_is_named(drafter, content, says):
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "sub/../../outside", "..", "a\0b", "", "x" * 5000])
 def test_a_manifest_cannot_point_outside(drafter, name):
-    """Of all drafters that a user has, the message names the one that it is about."""
+    """The error names the drafter and stays short."""
     (drafter.parent / "outside").write_text("x")
     change_manifest(drafter, lambda m: m["files"].update({name: {"bytes": 1, "sha256": ""}}))
     with pytest.raises(CheckpointError) as error:
@@ -131,7 +131,7 @@ def test_a_manifest_cannot_point_outside(drafter, name):
 
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
-def test_a_pipe_is_no_file_of_a_drafter(drafter, pipe, name):
+def test_a_pipe_in_a_drafter_is_refused(drafter, pipe, name):
     (drafter / name).unlink()
     pipe(drafter / name)
     with pytest.raises(CheckpointError, match="a named pipe") as error:
@@ -140,13 +140,13 @@ def test_a_pipe_is_no_file_of_a_drafter(drafter, pipe, name):
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "/" + "x" * 5000, "x/" * 3000])
-def test_a_name_that_no_file_has_is_no_drafter(tmp_path, name):
+def test_an_overlong_path_is_reported_as_missing(tmp_path, name):
     with pytest.raises(CheckpointError, match="no drafter directory at"):
         checkpoint.existing_directory(Path(name))
 
 
 def test_a_link_cannot_lead_outside(drafter):
-    """Even to the right bytes: what lies outside can change after the check."""
+    """A link to identical bytes is refused too, because its target can change after the check."""
     weights = drafter / "model.safetensors"
     weights.rename(drafter.parent / "elsewhere")
     weights.symlink_to(drafter.parent / "elsewhere")
@@ -155,7 +155,7 @@ def test_a_link_cannot_lead_outside(drafter):
 
 
 def test_weights_that_are_a_pickle_are_refused(drafter, tmp_path):
-    """A valid manifest does not make a pickle safe, and an unlisted one is never opened."""
+    """A pickle is refused even when the manifest lists it; an unlisted pickle is never opened."""
     marker = tmp_path / "executed"
     evil = b"cos\nsystem\n(S'touch %s'\ntR." % str(marker).encode()
     (drafter / "pytorch_model.bin").write_bytes(evil)
@@ -167,7 +167,7 @@ def test_weights_that_are_a_pickle_are_refused(drafter, tmp_path):
     assert not marker.exists()
 
 
-def test_nothing_there(tmp_path):
+def test_a_missing_directory_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="no drafter directory at"):
         checkpoint.load(tmp_path / "nothing")
 
@@ -182,7 +182,7 @@ def test_a_drafter_is_replaced_only_when_asked(drafter):
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "link"])
-def test_other_things_are_never_replaced(tmp_path, drafter, kind):
+def test_paths_that_are_not_drafters_are_never_replaced(tmp_path, drafter, kind):
     place = tmp_path / "home"
     if kind == "directory":
         place.mkdir()
@@ -196,13 +196,13 @@ def test_other_things_are_never_replaced(tmp_path, drafter, kind):
     checkpoint.load(drafter)
 
 
-def test_an_empty_directory_is_filled(tmp_path):
+def test_an_empty_directory_can_be_saved_to(tmp_path):
     (tmp_path / "d").mkdir()
     checkpoint.load(write(tmp_path / "d"))
 
 
 def write_with_limit(drafter, limit):
-    """Exit with 0 if the new drafter is refused: no file may become longer than `limit` bytes."""
+    """Try to save with a file-size limit of `limit` bytes; exit with 0 if saving fails cleanly."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
         checkpoint.save(drafter, config=CONFIG, info=INFO, tensors={"a": torch.ones(2)}, overwrite=True)
@@ -213,7 +213,7 @@ def write_with_limit(drafter, limit):
 
 @pytest.mark.parametrize("limit", [40, 200])
 def test_a_full_disk_leaves_the_old_drafter(drafter, limit):
-    """The limit bites in the weights, or in the JSON files behind them."""
+    """The smaller limit fails the weights, the larger one a JSON file written after them."""
     process = multiprocessing.get_context("fork").Process(target=write_with_limit, args=(drafter, limit))
     process.start()
     process.join(60)
@@ -239,7 +239,7 @@ def test_a_failed_move_puts_the_old_drafter_back(drafter, monkeypatch):
 
 
 def test_a_crash_between_the_two_renames_loses_nothing(drafter):
-    """What kill -9 leaves there: the old drafter under its backup name, none in the place."""
+    """After kill -9, only the backup of the old drafter exists."""
     drafter.rename(checkpoint._backup(drafter))
     assert checkpoint.load(drafter).tensors["a.weight"][0, 0] == 1
     write(drafter, 2.0)
@@ -269,7 +269,7 @@ ADAPTERS = [{}, {"adapter": "a", "adapter_weights": "01"}, {"adapter": "b", "ada
 
 @pytest.mark.parametrize("own", ADAPTERS)
 @pytest.mark.parametrize("given", ADAPTERS)
-def test_another_adapter_of_the_target_is_told(own, given, capsys):
+def test_a_different_target_adapter_is_warned_about(own, given, capsys):
     config = CONFIG | {"target": CONFIG["target"] | own}
     checkpoint.check_target(config, OtherTarget(**given), "drafters/sql")
     names = [f"adapter {one['adapter']}" if one else "no adapter" for one in (own, given)]

@@ -1,4 +1,4 @@
-"""The suffix array against sorting, lookups against a scan of the documents."""
+"""Check the suffix array against sorting, and lookups against a scan of the documents."""
 
 from array import array
 
@@ -28,7 +28,7 @@ def by_sorting(tokens):
 
 @given(st.lists(st.integers(SEPARATOR, 2), min_size=1, max_size=80))
 def test_suffix_array_is_sorted_suffixes(tokens):
-    """An alphabet of four and long texts: many suffixes agree in more than the tokens that are compared."""
+    """With four symbols and long texts, many suffixes share more tokens than are compared."""
     assert suffix_array(torch.tensor(tokens, dtype=torch.int32)).tolist() == by_sorting(tokens)
 
 
@@ -40,7 +40,7 @@ def test_suffix_array_of_adversarial_texts(tokens):
 
 
 @given(documents=DOCUMENTS, context=st.lists(st.integers(0, 2), min_size=1, max_size=5))
-def test_occurrences_are_all_and_no_others(documents, context):
+def test_lookup_finds_exactly_the_occurrences(documents, context):
     store = Datastore.of(documents)
     flat = store.tokens.tolist()
     found = [int(store.suffixes[place]) for place in store.occurrences(array("i", context))]
@@ -49,7 +49,7 @@ def test_occurrences_are_all_and_no_others(documents, context):
 
 @given(documents=DOCUMENTS, ids=st.lists(st.integers(0, 2), min_size=1, max_size=20))
 def test_no_draft_crosses_a_document(documents, ids):
-    """Every path of the tree stands in one document, behind a suffix of the context."""
+    """Every path of the tree follows a suffix of the context inside one document."""
     tokens, parents, _ = grow([Datastore.of(documents).find(ids, 6)], TextTreeShape(depth=6, nodes=40, children=4))
     for node in range(len(tokens)):
         path, at = [], node
@@ -60,7 +60,7 @@ def test_no_draft_crosses_a_document(documents, ids):
 
 
 def test_counts_by_hand(monkeypatch):
-    """The context 1 2 stands three times, followed by 3 twice and by the end of a document once."""
+    """The context 1 2 occurs three times: twice before 3, once at the end of a document."""
     monkeypatch.setattr(datastore, "ENOUGH", 1)
     found = Datastore.of([[1, 2, 3, 4], [9, 1, 2], [1, 2, 3, 5]]).find([8, 1, 2], 4)
     assert len(found.rows) == 3
@@ -72,8 +72,8 @@ def test_counts_by_hand(monkeypatch):
     assert four.next.followers(5) == []
 
 
-def test_shorter_contexts_join_until_enough(monkeypatch):
-    """2 alone stands once more, followed by 7; what the longer context knows is counted with it again."""
+def test_shorter_contexts_are_added_until_there_are_enough_matches(monkeypatch):
+    """The shorter context 2 also occurs before 7; matches of the longer context are counted again."""
     store = Datastore.of([[1, 2, 3], [6, 2, 7]])
     monkeypatch.setattr(datastore, "ENOUGH", 1)
     assert [row[0] for row in store.find([1, 2], 1).rows] == [3]
@@ -82,7 +82,7 @@ def test_shorter_contexts_join_until_enough(monkeypatch):
 
 
 def test_a_frequent_context_is_sampled(monkeypatch):
-    """5,000 occurrences cost what 64 do, and keep the shares of what follows: 3 stands behind a fifth of them."""
+    """A sample of 64 out of 5,000 occurrences keeps the shares: 3 follows in one fifth."""
     store = Datastore.of([[1, 3] if i % 5 == 0 else [1, 2] for i in range(5000)])
     found = store.find([1], 1)
     assert len(found.rows) == datastore.SAMPLE
@@ -90,26 +90,28 @@ def test_a_frequent_context_is_sampled(monkeypatch):
 
 
 @pytest.mark.parametrize("documents", [[], [[]], [[4]]])
-def test_almost_nothing_in_store(documents):
+def test_nearly_empty_stores_find_nothing(documents):
     store = Datastore.of(documents)
     assert grow([store.find([4], 3)], TextTreeShape(3, 3, 3)) == ([], [], [])
     assert store.find([], 3).rows == []
 
 
 def inside(found):
-    """The continuations, up to the end of their documents."""
+    """Return the continuations, cut at the end of their document."""
     return sorted(row[: row.index(SEPARATOR)] if SEPARATOR in row else row for row in found.rows)
 
 
-@settings(deadline=None)  # a busy machine sorts some of them slowly
+@settings(deadline=None)  # sorting can be slow on a busy machine
 @given(
     chunks=st.lists(DOCUMENTS, min_size=1, max_size=12),
     limit=st.integers(8, 400),
     ids=st.lists(st.integers(0, 2), min_size=1, max_size=20),
 )
-def test_a_store_that_grows_is_one_of_its_newest_documents(chunks, limit, ids):
-    """Documents stay whole and in order, the newest always; what is found is what one sorting of them all would find,
-    and another store goes on from its state."""
+def test_a_growing_store_equals_a_store_of_its_newest_documents(chunks, limit, ids):
+    """Documents stay whole and ordered, and the oldest are dropped.
+
+    Lookups equal a suffix array over all documents kept, and a restored store has the same parts.
+    """
     store, other, everything = GrowingDatastore(limit), GrowingDatastore(limit), []
     for chunk in chunks:
         store.add(chunk)
@@ -120,14 +122,14 @@ def test_a_store_that_grows_is_one_of_its_newest_documents(chunks, limit, ids):
     assert kept == flatten(everything[len(everything) - count :]).tolist()
     if len(flatten(everything)) <= limit:
         assert count == len(everything)
-    if 0 < len(kept) <= datastore.SAMPLE:  # nothing is sampled
+    if 0 < len(kept) <= datastore.SAMPLE:  # small enough not to be sampled
         assert inside(store.find(ids, 4)) == inside(Datastore.of(everything[len(everything) - count :]).find(ids, 4))
     other.restore(store.state())
     assert [part.tokens.tolist() for part in other.parts] == [part.tokens.tolist() for part in store.parts]
 
 
-def test_additions_are_sorted_a_few_times_each(monkeypatch):
-    """1,024 additions of one document: ten parts at most, and no token is sorted more often than that."""
+def test_each_token_is_sorted_a_logarithmic_number_of_times(monkeypatch):
+    """1,024 additions of one document leave at most ten parts, and sort no token more than eleven times."""
     sorted_tokens = []
     monkeypatch.setattr(datastore, "suffix_array", lambda tokens: sorted_tokens.append(len(tokens)) or tokens)
     store = GrowingDatastore(10**6)
@@ -137,7 +139,7 @@ def test_additions_are_sorted_a_few_times_each(monkeypatch):
     assert len(store) == 8 * 1024 and sum(sorted_tokens) <= 11 * len(store)
 
 
-def test_a_document_larger_than_the_store_is_none():
+def test_a_document_larger_than_the_store_empties_it():
     store = GrowingDatastore(10)
     store.add([[1, 2, 3]])
     store.add([[4] * 20])

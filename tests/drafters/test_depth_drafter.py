@@ -1,4 +1,4 @@
-"""Hydra and Medusa: what trains is what drafts, through rounds of any length, alone and in a batch."""
+"""Hydra and Medusa compute the same logits in training and in drafting, alone and in a batch."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from tests.toys.decoding import decode
 
 @pytest.fixture(scope="module")
 def target(builtin_target):
-    """The whole built-in target, which ends its texts by itself and has ten layers."""
+    """The whole built-in target: ten layers, and it emits end-of-text."""
     return builtin_target
 
 
@@ -29,12 +29,15 @@ FAMILIES = ("hydra", "medusa")
 
 @pytest.fixture(scope="module", params=[(name, size) for name in FAMILIES for size in (None, 512)], ids=str)
 def family(request):
-    """(name, draft vocabulary)."""
+    """Parametrize by (family, draft vocabulary size)."""
     return request.param
 
 
 def built(target, name, vocab_size=None, **options):
-    """Heads that start from the target, disturbed: blocks start at zero, and a forgotten one would not show."""
+    """Build heads with random offsets.
+
+    Blocks start at zero, so without the offsets an omitted block would go unnoticed.
+    """
     recipe = TrainRecipe(arch=name, drafter=DrafterRecipe(draft_heads=HEADS, vocab_size=vocab_size, **options))
     torch.manual_seed(0)
     module = pool.load_family(name).build(recipe, target, lambda size: list(range(2, 2 + 3 * size, 3)))
@@ -67,7 +70,7 @@ def packed(module, target, examples, stride=1):
 
 @pytest.fixture(scope="module")
 def seen(target, module, examples):
-    """Of each head, {response slot: logits}, and of each example its first slot, as training computes them."""
+    """Return {response slot: logits} per head, and the first slot of each example, as training computes them."""
     batch, *others = packed(module, target, examples)
     with recorded_logits(module) as outputs:
         module(batch, *others)
@@ -76,9 +79,9 @@ def seen(target, module, examples):
 
 
 def test_drafting_computes_what_training_computes(target, drafter, examples, seen):
-    """After every round, whatever it committed: the state that was kept, and head k behind the text's own tokens.
+    """Compare after every round, with rounds that commit different numbers of tokens.
 
-    Catches an off-by-one of features or tokens, and a cache of the prefix attention that rounds leave wrong.
+    Catches an off-by-one in features or tokens, and a stale cache of the prefix attention.
     """
     texts = [example.tokens for example in examples]
     firsts = [0, examples[0].response_length - 1]
@@ -105,8 +108,8 @@ def test_drafting_computes_what_training_computes(target, drafter, examples, see
     assert min(compared) >= 5 and len(steps) > 2
 
 
-def test_score_is_what_training_sees(target, drafter, module, examples, seen):
-    """In a batch, at spans of different lengths, at positions of the prompt and of the response; one of them empty."""
+def test_score_equals_training(target, drafter, module, examples, seen):
+    """Score spans of different lengths in a batch, in the prompt and in the response; one span is empty."""
     firsts, compared = [0, examples[0].response_length - 1], 0
     found = []
 
@@ -140,7 +143,7 @@ def test_score_is_what_training_sees(target, drafter, module, examples, seen):
 
 
 @pytest.mark.parametrize("shape", [{}, {"width": 3, "nodes": 20, "children": 3}, {"nodes": 3, "children": 1}], ids=str)
-def test_lossless_and_in_its_vocabulary(target, prompts, module, family, shape):
+def test_drafts_are_lossless_and_in_the_draft_vocabulary(target, prompts, module, family, shape):
     drafter = pool.load_family(family[0]).make_drafter(module, target, DraftingRecipe(stop_below=0.0, **shape))
     options = dict(sampling=GREEDY, max_new_tokens=[12, 3, 8], seeds=[0] * 3)
     proposed = []
@@ -152,8 +155,8 @@ def test_lossless_and_in_its_vocabulary(target, prompts, module, family, shape):
     assert proposed and set(proposed) <= set(module.draft_ids.tolist())
 
 
-def test_no_draft_is_deeper_than_its_own_text_has_room_for(target, prompts, module, family):
-    """Whatever the others of its batch have: counts are a text's own. So it is where a hybrid asks."""
+def test_draft_depth_is_limited_by_the_room_of_each_text(target, prompts, module, family):
+    """The room of other texts in the batch does not matter, also when a hybrid asks for candidates."""
     drafter = pool.load_family(family[0]).make_drafter(
         module, target, DraftingRecipe(stop_below=0.0, nodes=9, children=3)
     )
@@ -179,8 +182,8 @@ def test_no_draft_is_deeper_than_its_own_text_has_room_for(target, prompts, modu
     assert {depth for depth, _ in depths} == {0, 1, 2, 3} and all(depth == min(HEADS, room) for depth, room in depths)
 
 
-def test_an_unseen_row_s_memory_is_not_read(target, prompts, module, family):
-    """Behind a sequence's last slot nothing was written: a NaN there must not reach the others' keys."""
+def test_features_past_the_end_of_a_row_are_not_read(target, prompts, module, family):
+    """Features after the last slot of a sequence are uninitialized: a NaN there must not reach other keys."""
     drafter = pool.load_family(family[0]).make_drafter(module, target, DraftingRecipe())
     options = dict(sampling=GREEDY, max_new_tokens=6, seeds=[0] * 3)
 
@@ -197,8 +200,8 @@ def test_an_unseen_row_s_memory_is_not_read(target, prompts, module, family):
     decode(target, prompts, drafter=Late(), **options)
 
 
-def test_weights_and_counts(target, module, examples):
-    """A head counts the slots it is valid for; with a stride the later ones count those that go on."""
+def test_loss_weights_and_counts_per_head(target, module, examples):
+    """Head 0 counts all valid slots; with a stride, later heads count only the slots selected for them."""
     inputs = packed(module, target, examples, stride=2)
     batch = inputs[0]
     total, weight, steps = module(*inputs)
@@ -211,7 +214,7 @@ def test_weights_and_counts(target, module, examples):
 
 
 def test_gradients_flow_only_where_valid(target, module, examples):
-    """Nothing is learnt from a document without valid slots, nor by a head without any."""
+    """A document without valid slots gives no gradient, and a head without valid slots learns nothing."""
     batch, *others = packed(module, target, examples)
     batch.features = batch.features.clone().requires_grad_()
     (_, _), (start, stop) = batch.layout.slots
@@ -227,8 +230,7 @@ def test_gradients_flow_only_where_valid(target, module, examples):
         assert (learnt > 0) == (k < HEADS - 1)
 
 
-def test_a_short_training_learns(target, family, examples):
-    """Every head, also the last."""
+def test_short_training_lowers_the_loss_of_every_head(target, family, examples):
     name, vocab_size = family
     module = built(target, name, vocab_size)
     inputs = packed(module, target, examples)
@@ -243,7 +245,7 @@ def test_a_short_training_learns(target, family, examples):
     assert (losses[-1] < 0.8 * losses[0]).all()
 
 
-def test_a_checkpoint_and_back(target, family, module):
+def test_a_checkpoint_restores_the_head_and_wrong_tensors_are_refused(target, family, module):
     kind = pool.load_family(family[0])
     config, tensors = kind.checkpoint_config(module, target.identity), kind.stored_state(module.state_dict())
     back = kind.restore(config, tensors)
@@ -264,6 +266,6 @@ def test_a_checkpoint_and_back(target, family, module):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_the_families_do_not_have_is_refused(target, name):
+def test_unsupported_taps_are_refused(target, name):
     with pytest.raises(RecipeError, match="last hidden state"):
         built(target, name, taps=[1, 2])

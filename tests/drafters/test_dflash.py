@@ -1,4 +1,4 @@
-"""Block-parallel heads: the block that trains is the block that drafts and is scored, in a batch of any texts."""
+"""Block-parallel heads compute the same logits in training, drafting and scoring, alone and in a batch."""
 
 from dataclasses import replace
 
@@ -33,7 +33,10 @@ KINDS = {
 
 
 def block_head(target, **sizes):
-    """A random head whose parts all count: a Markov head starts as nothing, a convolution as the identity."""
+    """Return a random head in which every part affects the logits.
+
+    Fresh Markov heads add zero and fresh convolutions are the identity, so both get random offsets.
+    """
     torch.manual_seed(1)
     shape = dflash.FAMILY.architecture(DrafterRecipe(**sizes), target)
     pruned = shape.draft_vocab_size < target.vocab_size
@@ -53,14 +56,14 @@ def head(request, target):
 
 @pytest.fixture(scope="module")
 def examples(target, prompts):
-    """Two documents of different lengths, so that packing and padding are exercised."""
+    """Two documents of different lengths, which exercise packing and padding."""
     sizes = zip(prompts, (9, 14), strict=False)
     texts = [decode(target, [p], sampling=GREEDY, max_new_tokens=n, seeds=[0])[0] for p, n in sizes]
     return [Example(i, str(i), t.prompt_ids + t.output_ids, len(t.prompt_ids)) for i, t in enumerate(texts)]
 
 
 def training_logits(head, target, examples, stride=1):
-    """Of every step of a block, {response slot: logits [Vd]}, and the batch."""
+    """Return [{response slot: logits [Vd]} for each step of a block], and the batch."""
     batch = slot_batch(examples, FeatureStore(target, head.taps).get(examples), head.steps, head.t2d, stride)
     with recorded_logits(head) as seen, torch.no_grad():
         head(batch, target.model.embedding, target.head_weight[head.draft_ids])
@@ -69,7 +72,7 @@ def training_logits(head, target, examples, stride=1):
 
 
 class Watched(BlockDrafter):
-    """Keeps the rows that every draft was chosen from, with the tokens before them."""
+    """A drafter that records each draft with the text before it and its logits."""
 
     def propose(self, state, budget):
         draft = super().propose(state, budget)
@@ -87,8 +90,8 @@ def watched(head, target, shape=CHAIN):
     return drafter
 
 
-def test_a_block_of_training_equals_drafting(target, head, examples):
-    """Catches an off-by-one in layers, tokens, positions, or the anchor: each would move the logits."""
+def test_drafting_logits_equal_training_logits(target, head, examples):
+    """Catches an off-by-one in layers, tokens, positions or the anchor."""
     seen, _ = training_logits(head, target, examples)
     offset = compared = 0
     for example in examples:
@@ -103,13 +106,13 @@ def test_a_block_of_training_equals_drafting(target, head, examples):
                     break
                 torch.testing.assert_close(logits, seen[step][offset + slot], atol=1e-4, rtol=1e-4)
                 compared += 1
-                if token != example.tokens[place]:  # training goes on with the text's token
+                if token != example.tokens[place]:  # training continues with the token of the text
                     break
         offset += example.response_length - 1
     assert compared > 15
 
 
-def test_blocks_do_not_depend_on_the_others(target, head, examples):
+def test_a_block_does_not_depend_on_other_blocks(target, head, examples):
     every, some = (training_logits(head, target, examples, stride)[0] for stride in (1, 3))
     assert 0 < len(some[0]) < len(every[0])
     for step, rows in enumerate(some):
@@ -117,7 +120,7 @@ def test_blocks_do_not_depend_on_the_others(target, head, examples):
             torch.testing.assert_close(logits, every[step][row], atol=1e-5, rtol=1e-5)
 
 
-def test_gradient_checkpointing_changes_no_number(target, head, examples):
+def test_gradient_checkpointing_changes_no_loss_or_gradient(target, head, examples):
     batch = slot_batch(examples, FeatureStore(target, head.taps).get(examples), head.steps, head.t2d)
     found = []
     for on in (False, True):
@@ -136,9 +139,8 @@ def test_gradient_checkpointing_changes_no_number(target, head, examples):
 
 
 @pytest.mark.parametrize("objective", ["soft_ce", "tv"])
-def test_confidence_learns_how_much_is_kept(target, examples, objective):
-    """The loss less that of the same head without it is the cross-entropy with Σ min(p, q) of the rows themselves, and
-    nothing but the confidence head learns from it."""
+def test_confidence_learns_the_acceptance_probability(target, examples, objective):
+    """The confidence loss is the cross-entropy with Σ min(p, q), and only the confidence head gets its gradient."""
     head = block_head(target, confidence=True)
     plain = BlockHead(replace(head.config, confidence=False))
     plain.load_state_dict({name: t for name, t in head.state_dict().items() if "confidence" not in name})
@@ -168,7 +170,7 @@ def test_confidence_learns_how_much_is_kept(target, examples, objective):
     assert all(gradients[0][f"confidence_head.proj.{part}"].any() for part in ("weight", "bias"))
 
 
-def test_a_selector_takes_the_place_of_a_markov_head(target):
+def test_a_selector_replaces_the_markov_head(target):
     for also in ({"markov_rank": 8}, {"confidence": True}):
         with pytest.raises(ValueError, match="selector_rank"):
             DrafterRecipe(selector_rank=8, **also)
@@ -183,8 +185,8 @@ def test_a_selector_takes_the_place_of_a_markov_head(target):
             replace(shape, **wrong)
 
 
-def test_a_fresh_convolution_changes_nothing(target, examples):
-    """And a fresh selector: a head of DFlash 2 starts as DFlash."""
+def test_a_fresh_convolution_and_selector_change_nothing(target, examples):
+    """A fresh DFlash 2 head computes the logits of a DFlash head."""
     heads = []
     for parts in ({}, {"conv_kernel_size": 2}):
         torch.manual_seed(1)
@@ -197,8 +199,8 @@ def test_a_fresh_convolution_changes_nothing(target, examples):
             torch.testing.assert_close(logits, others[slot])
 
 
-def test_a_convolution_sees_the_slots_before_alone():
-    """y_i = Σ_t k_{i,t} ∘ x_{i−t}, by hand; a block is no continuation of the one before it."""
+def test_a_convolution_reads_only_earlier_slots_of_its_block():
+    """Compare with y_i = Σ_t k_{i,t} ∘ x_{i−t}, computed by hand for each block."""
     torch.manual_seed(0)
     x, kernel = torch.randn(2, 4, 8), torch.randn(2, 4, 3, 8)
     for block in range(2):
@@ -207,7 +209,7 @@ def test_a_convolution_sees_the_slots_before_alone():
             torch.testing.assert_close(convolve(x, kernel)[block, slot], by_hand)
 
 
-def test_convolutions_that_do_not_fit_are_refused(target):
+def test_a_convolution_longer_than_the_block_is_refused(target):
     with pytest.raises(UsageError, match="conv_kernel_size=5 exceeds the 4 slots of a block"):
         dflash.FAMILY.architecture(DrafterRecipe(conv_kernel_size=5, block_size=4), target)
     assert dflash.FAMILY.architecture(DrafterRecipe(conv_kernel_size=4, block_size=4), target).conv_kernel_size == 4
@@ -236,28 +238,27 @@ def drafts(target, head, prompts, shape, **options):
     ],
     indirect=["head"],
 )
-def test_a_batch_drafts_as_each_text_alone(target, head, prompts, shape):
+def test_drafts_in_a_batch_equal_drafts_of_each_text_alone(target, head, prompts, shape):
     together = drafts(target, head, prompts, shape)
     alone = {}
     for prompt in prompts:
         alone |= drafts(target, head, [prompt], shape)
     assert together.keys() == alone.keys()
     for place, (chain, rows) in together.items():
-        both = min(len(chain), len(alone[place][0]))  # in a batch there are fewer nodes for each
+        both = min(len(chain), len(alone[place][0]))  # in a batch, each text has fewer nodes
         assert both > 0 and chain[:both] == alone[place][0][:both]
         torch.testing.assert_close(rows[:both], alone[place][1][:both], atol=1e-4, rtol=1e-4)
 
 
 def test_the_markov_head_chooses_among_the_likeliest(target, prompts, monkeypatch):
-    """With all tokens as candidates the table is exact: a chain is the greedy walk over whole rows."""
+    """If every token is a candidate, a chain is the greedy walk over full rows."""
     head = block_head(target, vocab_size=300)
     monkeypatch.setattr(dflash, "CANDIDATES", 300)
     for chain, rows in drafts(target, head, prompts[:1], CHAIN).values():
         assert chain == head.draft_ids[rows.argmax(-1)].tolist()
 
 
-def test_a_tree_knows_its_probabilities(target, monkeypatch, prompts):
-    """What `propose_candidates` claims of a chain is the product of its rows' softmax."""
+def test_candidate_probabilities_are_the_softmax_of_the_draft_logits(target, monkeypatch, prompts):
     monkeypatch.setattr(dflash, "CANDIDATES", 300)
     head = block_head(target, vocab_size=300)
     drafter, seen = BlockDrafter(head, target, CHAIN), []
@@ -281,8 +282,8 @@ def test_a_tree_knows_its_probabilities(target, monkeypatch, prompts):
 
 
 @pytest.mark.parametrize("depths", [1, 3])
-def test_score_is_the_training_of_blocks(target, head, examples, depths):
-    """At depth k + 1 the row of position j is step k of the block that begins behind position j − 1 − k."""
+def test_score_equals_training(target, head, examples, depths):
+    """At depth k + 1, the row of position j is step k of the block anchored at position j − 1 − k."""
     seen, _ = training_logits(head, target, examples)
     drafter, offset = BlockDrafter(head, target, CHAIN), 0
     for example in examples:
@@ -309,8 +310,8 @@ def test_score_is_the_training_of_blocks(target, head, examples, depths):
         offset += new - 1
 
 
-def test_what_was_skipped_is_not_seen(target, prompts):
-    """Behind a gap a block reads sinks and window alone: as with the keys between them masked."""
+def test_skipped_catch_up_tokens_are_not_attended(target, prompts):
+    """With a catch-up window, the drafter reads only the sinks and the last tokens; the text stays the same."""
     head = block_head(target)
     window = CatchUp(2, 4)
     drafter = BlockDrafter(head, target, CHAIN)
@@ -329,13 +330,13 @@ def test_what_was_skipped_is_not_seen(target, prompts):
     assert text.output_ids == plain.output_ids and counted[0] == 6 < len(prompts[0])
 
 
-def test_another_shape_shares_the_memory(target, prompts):
+def test_a_drafter_with_another_shape_shares_the_memory(target, prompts):
     drafter = BlockDrafter(block_head(target), target, CHAIN)
     twin = drafter.shaped(DraftingRecipe(depth=2))
     assert twin.shape.depth == 2 and twin.key is drafter.key
 
 
-def test_a_checkpoint_comes_back(target, head):
+def test_a_checkpoint_restores_the_head(target, head):
     shape, tensors = (
         dflash.FAMILY.checkpoint_config(head, target.identity),
         dflash.FAMILY.stored_state(head.state_dict()),
@@ -366,8 +367,8 @@ def test_an_architecture_that_does_not_fit_is_named(target, key, value, says):
 
 
 @pytest.mark.parametrize(("pad", "mask"), [(7, 7), (None, 4095), (0, 4095), (-1, 4095), (4096, 4095)])
-def test_the_mask_token_is_one_that_the_target_has(target, monkeypatch, pad, mask):
-    """Configurations of `transformers` also say −1 for no padding; 0 stands for the end of a text here."""
+def test_the_mask_token_is_in_the_vocabulary(target, monkeypatch, pad, mask):
+    """`transformers` configurations also use −1 for no padding; token 0 ends a text here."""
     monkeypatch.setattr(target.config, "pad_token_id", pad)
     monkeypatch.setattr(target, "eos_ids", frozenset({0}))
     assert dflash.FAMILY.architecture(DrafterRecipe(), target).mask_token_id == mask
@@ -381,7 +382,7 @@ def in_bf16():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [CHAIN, TreeShape(4, 3, 12, 3, 0.0)])
 def test_blocks_are_drafted_in_bf16(in_bf16, prompts, kind, shape):
-    """With products that take rows alone where they read eight bits."""
+    """Some products take the row-wise kernels that read 8-bit weights."""
     target = in_bf16
     drafter = BlockDrafter(block_head(target, **KINDS[kind]), target, shape)
     plain, drafted = (

@@ -1,4 +1,4 @@
-"""Block-parallel heads with windows and causal layers: training, drafting and scoring see the same rows."""
+"""Block-parallel heads with windows and causal layers see the same rows in training, drafting and scoring."""
 
 import pytest
 import torch
@@ -36,20 +36,20 @@ def head(request, target):
 
 @pytest.fixture(scope="module")
 def long_prompt(prompts):
-    """Longer than a window of 66 tokens."""
+    """A prompt longer than a window of 66 tokens."""
     return [*prompts[1], *prompts[0], *prompts[1]]
 
 
 @pytest.fixture(scope="module")
 def examples(target, prompts, long_prompt):
-    """Two documents, one of them longer than every window."""
+    """Two documents, one longer than every window."""
     texts = [decode(target, [p], sampling=GREEDY, max_new_tokens=9, seeds=[0])[0] for p in (prompts[0], long_prompt)]
     assert len(long_prompt) > 80
     return [Example(i, str(i), t.prompt_ids + t.output_ids, len(t.prompt_ids)) for i, t in enumerate(texts)]
 
 
 def rotated(x, positions, theta):
-    """[n, heads, D] after rotary embedding, in halves."""
+    """Apply rotary embedding in half-split layout to [n, heads, D]."""
     half = x.shape[-1] // 2
     angles = positions[:, None, None] * theta ** (-torch.arange(half) / half)
     a, b = x.split(half, -1)
@@ -57,10 +57,10 @@ def rotated(x, positions, theta):
 
 
 def dense(head, kinds, features, anchor, embedding):
-    """States [S, H] of one block by one dense mask for each layer: distance < window, and no later row if causal.
+    """Return the states [S, H] of one block, computed with one dense mask per layer.
 
-    `kinds`: (window or None, causal) of each layer. `features` [P, taps·H] are those of all positions before the
-    anchor.
+    A mask allows distances below the window and, if causal, no later row. `kinds` gives (window or None, causal) per
+    layer. `features` [P, taps·H] belong to the positions before the anchor.
     """
     config = head.config
     size, place = config.block_size, len(features)
@@ -101,13 +101,13 @@ def dense(head, kinds, features, anchor, embedding):
 
 
 def convolved(x, kernel):
-    """Rows [S, H], each with the rows before it, by kernels [S, T, H]."""
+    """Convolve rows [S, H] with the rows before them by kernels [S, T, H]."""
     rows = [sum(kernel[s, t] * x[s - t] for t in range(min(kernel.shape[1], s + 1))) for s in range(len(x))]
     return torch.stack(rows)
 
 
 def kinds_of(name):
-    """(window, causal) of each layer by the field's rule: layers with a window are causal unless the head says."""
+    """Return (window, causal) per layer. By default, only layers with a window are causal."""
     options = SIGHTS[name]
     types = options.get("layer_types") or ([SLIDING] if "sliding_window" in options else [FULL]) * 2
     causal = options.get("is_causal")
@@ -119,7 +119,8 @@ def kinds_of(name):
 
 @pytest.mark.parametrize("name", SIGHTS)
 def test_a_block_equals_the_dense_reference(target, examples, name):
-    """Catches a window off by one, a window that does not move with the slots, and a mask on the wrong layer."""
+    """Catches an off-by-one in the window, a window that does not move with the slots, and a mask on the wrong
+    layer."""
     head = block_head(target, block_size=5, **SIGHTS[name])
     store, embedding, weight = FeatureStore(target, head.taps), target.model.embedding.float(), target.head_weight
     (seen, _), kinds, first, compared = training_logits(head, target, examples), kinds_of(name), 0, 0
@@ -141,7 +142,7 @@ def test_a_block_equals_the_dense_reference(target, examples, name):
 
 @pytest.mark.parametrize("name", SIGHTS)
 def test_the_options_change_the_logits(target, examples, name):
-    """Negative control: without its window and its causal mask, the head of the long document drafts otherwise."""
+    """Negative control: without window and causal mask, the logits of the long document differ."""
     own = SIGHTS[name]
     plain = {key: value for key, value in own.items() if key not in ("sliding_window", "layer_types", "is_causal")}
     rows = []
@@ -151,8 +152,8 @@ def test_the_options_change_the_logits(target, examples, name):
     assert (rows[0] - rows[1]).abs().max() > 0.01
 
 
-def test_training_equals_drafting(target, head, examples):
-    """Catches a mask that only one side has, on the host's path of a single text."""
+def test_drafting_logits_equal_training_logits(target, head, examples):
+    """Catches a mask applied only in training or only in drafting, on the host path with one text."""
     seen, _ = training_logits(head, target, examples)
     first = compared = 0
     for example in examples:
@@ -173,7 +174,7 @@ def test_training_equals_drafting(target, head, examples):
 
 
 def test_score_equals_training(target, head, examples):
-    """Catches a window of the scorer that starts at the block's slot instead of the row's own position."""
+    """Catches a scoring window that starts at the block's slot instead of the row's own position."""
     example, drafter, found = examples[1], BlockDrafter(head, target, CHAIN), []
     seen, _ = training_logits(head, target, [example])
 
@@ -201,7 +202,7 @@ def test_score_equals_training(target, head, examples):
     indirect=True,
 )
 def test_lossless_past_the_window(target, head, prompts, long_prompt, monkeypatch, sampling, batch, place):
-    """Some texts are longer than the window and some grow past it; with seeds, sampled text equals plain decoding."""
+    """Some texts start longer than the window and some grow past it. Seeded sampling equals plain decoding."""
     texts, seeds = [long_prompt, long_prompt[30:], prompts[0]][:batch], [11, 12, 13][:batch]
     options, shapes = dict(sampling=sampling, max_new_tokens=12, seeds=seeds), (TreeShape(4, 3, 9, 2, 0.0), CHAIN)
     plain, rounds, whole = decode(target, texts, **options), [], DeviceRounds.round
@@ -213,7 +214,7 @@ def test_lossless_past_the_window(target, head, prompts, long_prompt, monkeypatc
     assert bool(rounds) == (place == "device")
 
 
-def test_a_batch_drafts_as_each_text_alone(target, head, prompts, long_prompt):
+def test_drafts_in_a_batch_equal_drafts_of_each_text_alone(target, head, prompts, long_prompt):
     """Catches a mask of the ragged batch that differs from the mask of one text."""
 
     def drafts(texts):
@@ -234,7 +235,10 @@ def test_a_batch_drafts_as_each_text_alone(target, head, prompts, long_prompt):
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_with_a_window_equal_masked_attention(monkeypatch, causal, by_kernel):
-    """Output and gradients of cut documents; also in the parts with ascending spans that the GPU's kernel needs."""
+    """Compare output and gradients for documents cut into parts.
+
+    Also checks that the spans of each part ascend, as the GPU kernel requires.
+    """
     monkeypatch.setattr(ttt_attention, "BLOCK", {"cpu": 40})
     monkeypatch.setattr(ttt_attention, "ROWS", 2)
     monkeypatch.setattr(ttt_attention, "_by_kernel", lambda q: by_kernel)
@@ -256,7 +260,7 @@ def test_blocks_with_a_window_equal_masked_attention(monkeypatch, causal, by_ker
 
 
 def _masked(query, key, value, own, n, anchors, causal):
-    """Block n by one softmax over the document's slots and the block's rows: a window of 8, and at most later rows."""
+    """Attention of block n with one softmax over the document's slots and the block's rows, and a window of 8."""
     start, end = next(s for s, (first, last) in zip(anchors.slots, anchors.rows, strict=True) if first <= n < last)
     slot = anchors.at[n]
     at = torch.cat((torch.arange(end - start), slot + 1 + torch.arange(3)))
@@ -270,8 +274,8 @@ def _masked(query, key, value, own, n, anchors, causal):
     return torch.einsum("hrk,khd->rhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
 
 
-def test_gradient_checkpointing_keeps_the_masks(target, examples):
-    """Catches a layer that is computed again with another layer's mask."""
+def test_gradient_checkpointing_recomputes_with_the_same_masks(target, examples):
+    """Catches a layer recomputed with another layer's mask."""
     head = block_head(target, block_size=5, **SIGHTS["mixed"])
     batch = slot_batch(examples, FeatureStore(target, head.taps).get(examples), head.steps, head.t2d)
     losses = []
@@ -293,20 +297,19 @@ def test_gradient_checkpointing_keeps_the_masks(target, examples):
     ],
 )
 def test_contradictory_attention_is_refused(target, options, says):
-    """Catches a window that no layer uses, or a layer whose window has no size."""
+    """Catches a window that no layer uses, and a sliding layer without a window size."""
     with pytest.raises(UsageError, match=says.replace("[", r"\[")):
         dflash.FAMILY.architecture(DrafterRecipe(**options), target)
 
 
-def test_layer_types_count_the_layers(target):
-    """Catches a head of two layers where three types are named."""
+def test_layer_types_set_the_number_of_layers(target):
     shape = dflash.FAMILY.architecture(DrafterRecipe(layer_types=[SLIDING, SLIDING, FULL], sliding_window=64), target)
     assert [sight.window for sight in shape.sights] == [64, 64, None] and shape.num_layers == 3
     assert [sight.causal for sight in shape.sights] == [True, True, False]
 
 
-def test_a_head_without_options_is_stored_as_before(target):
-    """Catches new keys in the files of old heads, whose fingerprints would change; and a window that is not stored."""
+def test_default_attention_options_add_no_keys_to_the_config(target):
+    """New keys would change the fingerprints of old heads; a window must be stored."""
     plain, windowed = (
         dflash.FAMILY.checkpoint_config(block_head(target, **options), target.identity)["architecture"]
         for options in ({}, SIGHTS["mixed"])

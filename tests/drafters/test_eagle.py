@@ -1,4 +1,4 @@
-"""EAGLE-1: what trains is what drafts, the losses are the paper's, and text stays the target's."""
+"""EAGLE-1 drafts with the arithmetic of its training, has the losses of the paper, and is lossless."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def head(target):
     torch.manual_seed(2)
     head = eagle.build(TrainRecipe(arch="eagle"), target, lambda size: list(range(size)))
     eagle.set_training_options(head, TrainRecipe(arch="eagle"))
-    return head.eval()  # no noise
+    return head.eval()  # eval mode adds no noise
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def trained_on(head, target, example, **changes):
     return head(batch, target.model.embedding, target.head_weight)
 
 
-def test_the_feature_is_the_state_behind_the_target_s_head(target, head, example):
-    """The tap is the normed last state: the target's head on it gives the target's logits."""
+def test_the_feature_is_the_input_of_the_target_head(target, head, example):
+    """The tap is the normalized last hidden state: the target's LM head turns it into the target's logits."""
     store = FeatureStore(target, head.taps)
     taps = store.get([example])[0].taps
     assert taps.shape[1] == target.hidden_size
@@ -46,8 +46,8 @@ def test_the_feature_is_the_state_behind_the_target_s_head(target, head, example
     assert best.tolist() == example.tokens[len(taps) - 2 : len(taps) + 1]
 
 
-def test_drafting_computes_what_training_computes(target, head, example):
-    """The score of depth 1 gives the logits whose losses training reports; depth 2 is fed by the head itself."""
+def test_scored_logits_have_the_loss_that_training_reports(target, head, example):
+    """Depth 1 reproduces the training loss; depth 2 differs because it reads the head's own features."""
     drafter = EagleDrafter(head, target, TreeShape(3, 1, 3, 1, 0.0))
     found = []
     decode(
@@ -68,7 +68,7 @@ def test_drafting_computes_what_training_computes(target, head, example):
 
 
 def predicted(head, target, batch):
-    """The head's predicted features, caught where the target's head reads them."""
+    """Return the head's predicted features, caught by hooks in its last layer."""
     seen = []
     hook = head.layer.mlp.down_proj.register_forward_hook(lambda m, i, output: seen.append(output))
     before = head.layer.post_attention_layernorm.register_forward_hook(lambda m, inputs, o: seen.append(inputs[0]))
@@ -94,7 +94,7 @@ def test_lossless(target, head, prompts, shape):
     assert plain == [d.output_ids for d in decode(target, prompts, drafter=drafter, **options)]
 
 
-def test_what_the_family_does_not_have_is_refused(target, head):
+def test_unsupported_options_and_incomplete_checkpoints_are_refused(target, head):
     for wrong in ({"taps": [1, 2, 3]}, {"vocab_size": 100}):
         with pytest.raises(RecipeError, match="last hidden state"):
             recipe = TrainRecipe(arch="eagle", drafter=DrafterRecipe(**wrong))

@@ -1,4 +1,4 @@
-"""The head that trains is the head that drafts: training-time logits equal inference's, at every step."""
+"""EAGLE-3 heads compute the same logits in training, drafting and scoring, at every step."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def head(request, target):
 
 @pytest.fixture(scope="module")
 def examples(target, prompts):
-    """Two documents of different lengths, so that packing and padding are exercised."""
+    """Two documents of different lengths, which exercise packing and padding."""
     texts = [
         decode(target, [p], sampling=GREEDY, max_new_tokens=n, seeds=[0])[0]
         for p, n in zip(prompts, (9, 14), strict=False)
@@ -44,7 +44,7 @@ def examples(target, prompts):
 
 
 def training_logits(head, target, examples, stride=1):
-    """Of every step of the training-time test, {response slot: logits [Vd]}."""
+    """Return {response slot: logits [Vd]} for each step of the training-time test."""
     store = FeatureStore(target, head.config.taps)
     batch = slot_batch(examples, store.get(examples), STEPS, head.t2d, stride)
     with recorded_logits(head) as seen:
@@ -54,7 +54,7 @@ def training_logits(head, target, examples, stride=1):
     return [dict(zip(part, logits, strict=True)) for part, logits in zip(rows, parts, strict=True)]
 
 
-def test_every_step_of_training_equals_drafting(target, head, examples):
+def test_training_logits_equal_drafting_logits_at_every_step(target, head, examples):
     """Catches an off-by-one in layers, tokens, positions or the diagonal keys of later steps."""
     seen = training_logits(head, target, examples)
     drafter = Eagle3Drafter(head, target, TreeShape(STEPS, 1, STEPS, 1, 0.0))
@@ -68,8 +68,8 @@ def test_every_step_of_training_equals_drafting(target, head, examples):
         offset += asked
 
 
-def test_the_rows_that_go_on_are_chosen_example_by_example(target, head, examples):
-    """Whatever batch an example is in; every row has its turn."""
+def test_strided_rows_are_chosen_per_example(target, head, examples):
+    """The choice does not depend on the batch, and over all phases every row is chosen once."""
     store = FeatureStore(target, head.config.taps)
 
     def later(examples, phase):
@@ -81,8 +81,8 @@ def test_the_rows_that_go_on_are_chosen_example_by_example(target, head, example
     assert sorted(turns) == list(range(first - 1))
 
 
-def test_a_batch_from_which_no_row_goes_on(target, head, examples):
-    """Responses of two tokens have no later steps: their loss is that of step 0, and there are gradients."""
+def test_a_batch_without_later_steps_trains_step_zero(target, head, examples):
+    """Responses of two tokens have no later steps; the loss of step 0 must still give gradients."""
     short = [Example(0, "0", examples[0].tokens[: examples[0].prompt_length + 2], examples[0].prompt_length)]
     store = FeatureStore(target, head.config.taps)
     batch = slot_batch(short, store.get(short), STEPS, head.t2d)
@@ -94,8 +94,8 @@ def test_a_batch_from_which_no_row_goes_on(target, head, examples):
     head.zero_grad()
 
 
-def test_rows_that_go_on_do_not_depend_on_the_others(target, head, examples):
-    """With a stride, step 0 is the same and the rows chosen for later steps get the logits they get without."""
+def test_strided_rows_get_the_logits_of_unstrided_training(target, head, examples):
+    """With a stride, step 0 and the rows chosen for later steps keep their logits."""
     every, some = (training_logits(head, target, examples, stride) for stride in (1, 3))
     assert 0 < len(some[1]) < len(every[1]) and len(some[0]) == len(every[0])
     for step in range(STEPS):
@@ -104,7 +104,7 @@ def test_rows_that_go_on_do_not_depend_on_the_others(target, head, examples):
 
 
 def forced(drafter, target, committed, following):
-    """Logits of the drafting steps after `committed`, fed the true `following` tokens instead of its own choices."""
+    """Return the logits of the drafting steps after `committed`, with the drafter fed the true `following` tokens."""
     taken = []
 
     class Spy:
@@ -116,7 +116,7 @@ def forced(drafter, target, committed, following):
             hidden, logits = memory.hidden, drafter.logits(memory.hidden)
             taken.append(logits[0])
             for step, token in enumerate(following[: STEPS - 1]):
-                if len(following) <= step + 1:  # training has no target for what follows the last token
+                if len(following) <= step + 1:  # training has no target after the last token
                     break
                 plan = plan_rows([memory.cached[0] + step], 1, device=state.device, dtype=state.dtype)
                 hidden = drafter._layer(
@@ -125,7 +125,7 @@ def forced(drafter, target, committed, following):
                 taken.append(drafter.logits(hidden)[0])
             return DraftTree.from_chains([[]], state.device)
 
-    # The loop draws the last committed token itself: force it by a prompt that ends before it.
+    # The decoding loop draws the last committed token itself, so the prompt ends before it.
     prompt = committed[:-1]
     drawn = decode(target, [prompt], sampling=GREEDY, max_new_tokens=1, seeds=[0])[0].output_ids
     assert drawn == committed[-1:], "the response is greedy, so the target repeats it"
@@ -135,7 +135,7 @@ def forced(drafter, target, committed, following):
 
 
 def scored(drafter, target, example, depths):
-    """`score` of a whole response after it was decoded plainly, in two calls that share the cache."""
+    """Score a whole plainly decoded response, in two calls that share the cache."""
     found = []
 
     def ask(state, draft, verdict):
@@ -148,8 +148,8 @@ def scored(drafter, target, example, depths):
     return found
 
 
-def test_score_is_the_training_time_test(target, head, examples):
-    """At every committed position and depth, the row that training saw there; in the middle of a response, too."""
+def test_score_equals_training(target, head, examples):
+    """Compare every committed position and depth, with a second span that starts in the middle of the response."""
     seen = training_logits(head, target, examples[1:])
     drafter = Eagle3Drafter(head, target, TreeShape(STEPS, 1, STEPS, 1, 0.0))
     compared = 0
@@ -164,8 +164,8 @@ def test_score_is_the_training_time_test(target, head, examples):
     assert compared > 5 * len(seen[0])
 
 
-def test_score_of_a_batch_is_that_of_each(target, head, prompts):
-    """Ragged prompts and spans of different lengths, one of them empty."""
+def test_scores_of_a_batch_equal_scores_of_each_text(target, head, prompts):
+    """Prompts and spans have different lengths, and one span is empty."""
     drafter = Eagle3Drafter(head, target, TreeShape(STEPS, 1, STEPS, 1, 0.0))
     found = {}
 
@@ -192,13 +192,13 @@ def test_score_of_a_batch_is_that_of_each(target, head, prompts):
             torch.testing.assert_close(batched, single, atol=1e-4, rtol=1e-4)
 
 
-def test_a_memory_is_the_same_however_it_was_made(target, head, prompts):
-    """Round by round, after several idle rounds, or anew after `invalidate`: the keys and values of every layer."""
+def test_cached_keys_and_values_do_not_depend_on_when_they_were_computed(target, head, prompts):
+    """Compare caches updated every round, after several idle rounds, and from scratch after `invalidate`."""
     steady, idle, anew = (Eagle3Drafter(head, target, TreeShape(STEPS, 1, STEPS, 1, 0.0)) for _ in range(3))
     rounds = []
 
     def ask(state, draft, verdict):
-        steady.propose(state, STEPS)  # whose rows lie after the committed slots, and are overwritten
+        steady.propose(state, STEPS)  # proposing writes rows after the committed slots, which later rounds overwrite
         rounds.append(steady.lag(state))
         if len(rounds) < 5:
             return
@@ -218,8 +218,8 @@ def test_a_memory_is_the_same_however_it_was_made(target, head, prompts):
     assert len(rounds) > 6 and rounds == [[0] * 3] * len(rounds)
 
 
-def test_loss_is_normalised_and_masked(target, head, examples):
-    """Weight counts valid (slot, step) pairs; a slot whose target token is outside the draft vocabulary is not one."""
+def test_loss_is_normalized_and_masked(target, head, examples):
+    """The weight counts (slot, step) pairs, without slots that have a target token outside the draft vocabulary."""
     store = FeatureStore(target, head.config.taps)
     batch = slot_batch(examples, store.get(examples), STEPS, head.t2d)
     total, weight, steps = head(batch, target.model.embedding, target.head_weight[head.draft_ids])
@@ -253,15 +253,15 @@ def plain(target, prompts):
 
 @pytest.mark.parametrize("shape", [TreeShape(5, 1, 7, 3, 0.0), TreeShape(4, 3, 9, 2, 0.0), TreeShape(6, 1, 6, 1, 0.3)])
 def test_lossless(target, head, prompts, plain, shape):
-    """Greedy text is plain decoding's, for chains, trees with leaves, and wide trees, alone and batched (fp32)."""
+    """Chains, trees with leaf siblings, and wide trees give the text of plain decoding, alone and in a batch (fp32)."""
     drafter = Eagle3Drafter(head, target, shape)
     alone = [decode(target, [p], seeds=[0], drafter=drafter, **GREEDILY)[0].output_ids for p in prompts]
     batched = [d.output_ids for d in decode(target, prompts, seeds=[0] * 3, drafter=drafter, **GREEDILY)]
     assert plain == alone == batched
 
 
-def test_same_seed_same_text_at_temperature_one(target, head, prompts):
-    """Exact mode: a speculative chain and plain decoding draw the same tokens from the same seed."""
+def test_exact_mode_draws_the_tokens_of_plain_decoding(target, head, prompts):
+    """A speculative chain and plain decoding with one seed, at temperature 1."""
     drafter = Eagle3Drafter(head, target, TreeShape(5, 1, 5, 1, 0.0))
     options = dict(sampling=Sampling(1.0, 0, 1.0), max_new_tokens=24, seeds=[3], exact=True)
     for prompt in prompts:
@@ -274,8 +274,10 @@ def test_same_seed_same_text_at_temperature_one(target, head, prompts):
 )
 @pytest.mark.parametrize("outputs,inputs", [(96, 64), (33, 16), (7, 17), (48, 100), (2047, 48)])
 def test_few_rows_are_multiplied_in_int8(outputs, inputs):
-    """Close to the exact product for a few rows, the packed bf16 product beyond; a zero output stays zero. Widths of no
-    whole vectors stay in bf16: torch's kernel reads past their weights."""
+    """A few rows use int8 and stay close to the exact product; more rows use the packed bf16 product.
+
+    Widths that are not a multiple of 16 stay in bf16, because torch's int8 kernel would read past their weights.
+    """
     torch.manual_seed(0)
     weight = torch.randn(outputs, inputs).mul_(torch.rand(outputs, 1)).to(torch.bfloat16)
     weight[5] = 0

@@ -1,4 +1,4 @@
-"""Heads with options of EAGLE-3.1: what trains is what drafts and what scores, and files say no more than they must."""
+"""EAGLE-3.1 options: training, drafting and scoring agree, and checkpoints store only the options that are set."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ SHAPE = TreeShape(STEPS, 1, STEPS, 1, 0.0)
 
 
 def eagle31(target, seed=1, **options):
-    """A head whose norms are not 1."""
+    """Return a random head with norm weights that differ from 1."""
     torch.manual_seed(seed)
     config = eagle3.architecture(DrafterRecipe(vocab_size=512, **dict.fromkeys(NORMS, False) | options), target)
     head = Eagle3Head(config, torch.randperm(target.vocab_size)[:512].sort().values)
@@ -47,19 +47,19 @@ def head(target, options):
 
 @pytest.fixture(scope="module")
 def long_prompt(prompts):
-    """Longer than a window of 64 tokens."""
+    """A prompt longer than a window of 64 tokens."""
     return [*prompts[1], *prompts[0], *prompts[1]]
 
 
 @pytest.fixture(scope="module")
 def examples(target, prompts, long_prompt):
-    """Two documents, one of them longer than a window."""
+    """Two documents, one longer than the window."""
     texts = [decode(target, [p], sampling=GREEDY, max_new_tokens=7, seeds=[0])[0] for p in (prompts[0], long_prompt)]
     return [Example(i, str(i), t.prompt_ids + t.output_ids, len(t.prompt_ids)) for i, t in enumerate(texts)]
 
 
-def test_every_step_of_training_equals_drafting(target, head, examples):
-    """Catches a norm that is forgotten on one side, and a window that is off by one, or that does not move on."""
+def test_training_logits_equal_drafting_logits_at_every_step(target, head, examples):
+    """Catches a norm omitted in training or in drafting, and a window with the wrong size or a fixed position."""
     seen = training_logits(head, target, examples)
     drafter = Eagle3Drafter(head, target, SHAPE)
     offset = 0
@@ -71,14 +71,14 @@ def test_every_step_of_training_equals_drafting(target, head, examples):
         offset += example.response_length - 1
 
 
-def test_every_option_changes_the_logits_of_training(target, options, examples):
+def test_every_option_changes_the_training_logits(target, options, examples):
     """Negative control, at the last step of the longer document."""
     (plain, with_options) = (training_logits(eagle31(target, **some), target, examples)[-1] for some in ({}, options))
     row = max(plain)
     assert (plain[row] - with_options[row]).abs().max() > 0.01
 
 
-def test_score_is_the_training_time_test(target, head, examples):
+def test_score_equals_training(target, head, examples):
     example = examples[1]
     seen = training_logits(head, target, [example])
     compared = 0
@@ -94,7 +94,7 @@ def test_score_is_the_training_time_test(target, head, examples):
 
 @pytest.fixture(scope="module")
 def ragged(target, prompts, long_prompt):
-    """(prompts, options, texts) of plain decoding, one by one."""
+    """Return (prompts, options, outputs of plain decoding, one prompt at a time)."""
     texts, fixed = [long_prompt, prompts[1], prompts[0]], dict(sampling=GREEDY, max_new_tokens=30)
     return texts, fixed, [decode(target, [text], seeds=[0], **fixed)[0].output_ids for text in texts]
 
@@ -105,15 +105,18 @@ def ragged(target, prompts, long_prompt):
     indirect=True,
 )
 def test_lossless_in_ragged_batches(target, head, ragged):
-    """Some texts are longer than the window, and some grow beyond it. A norm by itself has a test of its drafts."""
+    """Some texts start longer than the window and others grow past it.
+
+    Heads with a single norm option run in the slow tests only.
+    """
     drafter, (texts, fixed, plain) = Eagle3Drafter(head, target, TreeShape(4, 3, 9, 2, 0.0)), ragged
     assert plain == [one.output_ids for one in decode(target, texts, seeds=[0] * 3, drafter=drafter, **fixed)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-4), ("bf16", 0.2)])
 @pytest.mark.parametrize("variant", ["norm_before_fc", "paper", "speculators", "layers"])
-def test_stacked_is_one_by_one(target, long_prompt, monkeypatch, variant, dtype, tolerance):
-    """Also at the norms before fc, which are several of several heads."""
+def test_stacked_scores_equal_scores_of_each_head(target, long_prompt, monkeypatch, variant, dtype, tolerance):
+    """`norm_before_fc` has several norms per head, so it is one of the variants."""
     monkeypatch.setattr(linear, "_packed", lambda *_: None)
     target = target if dtype == "fp32" else load_target("builtin", device="cpu", dtype=dtype)
     heads = [eagle31(target, seed, **VARIANTS[variant]) for seed in range(3)]
@@ -132,8 +135,8 @@ def test_stacked_is_one_by_one(target, long_prompt, monkeypatch, variant, dtype,
     assert len(compared) >= 3 and (compared[0] - compared[1]).abs().max() > 10 * tolerance
 
 
-def test_heads_with_other_options_are_not_stacked(target):
-    """Tensors of one shape do not make one arithmetic."""
+def test_heads_with_different_options_are_not_stacked(target):
+    """Equal tensor shapes do not imply equal computation."""
     some = [{}, {"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True}, {"norm_before_fc": True}]
     some += [{"sliding_window": 64}, {"sliding_window": 65}, {"num_layers": 2}]
     pool = [Eagle3Drafter(eagle31(target, **options), target, SHAPE) for options in some for _ in range(2)]
@@ -143,7 +146,7 @@ def test_heads_with_other_options_are_not_stacked(target):
 
 
 @pytest.mark.parametrize("variant", ["paper", "speculators", "layers"])
-def test_checkpointed_layers_learn_the_same(target, examples, variant):
+def test_gradient_checkpointing_changes_no_loss_or_gradient(target, examples, variant):
     head = eagle31(target, **VARIANTS[variant])
     batch = slot_batch(examples, FeatureStore(target, head.taps).get(examples), STEPS, head.t2d)
     inputs = batch, target.model.embedding, target.head_weight[head.draft_ids]
@@ -154,7 +157,7 @@ def test_checkpointed_layers_learn_the_same(target, examples, variant):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5)
 
 
-def test_config_says_only_what_is_set(target, head, options):
+def test_config_stores_only_the_options_that_are_set(target, head, options):
     shape = eagle3.checkpoint_config(head, target.identity)
     assert {key: value for key, value in shape["architecture"].items() if key in OPTIONS} == options
     assert eagle3.restore(shape, head.state_dict()).config == head.config
@@ -170,7 +173,7 @@ def test_config_says_only_what_is_set(target, head, options):
         ({"fc_norm": True}, "fc_norm.0.weight: is missing"),
     ],
 )
-def test_a_config_that_fits_no_head_is_refused(target, changes, says):
+def test_an_inconsistent_config_is_refused(target, changes, says):
     head = eagle31(target)
     shape = eagle3.checkpoint_config(head, target.identity)
     with pytest.raises(CheckpointError, match=says):
@@ -180,7 +183,7 @@ def test_a_config_that_fits_no_head_is_refused(target, changes, says):
 
 @pytest.mark.parametrize("arch", ["eagle", "hydra", "medusa", "lm"])
 @pytest.mark.parametrize("key", ["fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "sliding_window"])
-def test_other_families_refuse_the_keys(arch, key):
+def test_other_families_refuse_eagle31_options(arch, key):
     value = 64 if key == "sliding_window" else True
     with pytest.raises(ValueError, match=rf"drafter\.{key}: an option of eagle3[\w, ]* drafters, not of {arch}"):
         TrainRecipe(arch=arch, drafter=DrafterRecipe(**{key: value}))
@@ -197,8 +200,8 @@ def test_other_families_refuse_the_keys(arch, key):
         *(("eagle", "num_layers", 2), ("dflash", "draft_heads", 2), ("medusa", "num_layers", 2)),
     ],
 )
-def test_a_key_without_effect_is_refused(arch, key, value):
-    """Also if its value switches something off."""
+def test_an_option_of_another_family_is_refused(arch, key, value):
+    """Setting such an option to False or 0 is refused too."""
     with pytest.raises(ValueError, match=rf"drafter\.{key}: an option of [\w, ]* drafters, not of {arch}"):
         TrainRecipe(arch=arch, drafter=DrafterRecipe(**{key: value}))
 
@@ -217,11 +220,11 @@ def test_the_number_of_layers_has_limits(count):
         ({"fc_norm": False, "norm_output": False}, False, False),
     ],
 )
-def test_new_heads_have_the_norms_that_both_engines_read(target, given, fc_norm, norm_output):
+def test_new_heads_default_to_norms_that_both_engines_support(target, given, fc_norm, norm_output):
     config = eagle3.architecture(DrafterRecipe(**given), target)
     assert (config.fc_norm, config.norm_output, config.norm_before_residual) == (fc_norm, norm_output, False)
 
 
-def test_one_norm_before_fc_is_enough():
+def test_fc_norm_and_norm_before_fc_exclude_each_other():
     with pytest.raises(ValueError, match="exclude each other"):
         DrafterRecipe(fc_norm=True, norm_before_fc=True)

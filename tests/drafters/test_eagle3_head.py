@@ -1,4 +1,4 @@
-"""Gradient checkpointing of the EAGLE-3 head: the same numbers, kept in less memory."""
+"""Gradient checkpointing of the EAGLE-3 head gives the same numbers and saves less for backward."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def inputs(target, head):
 
 
 def run(head, inputs, checkpointing):
-    """Losses, gradients, and the bytes that the forward pass keeps for the backward pass."""
+    """Return losses, gradients, and the bytes saved by the forward pass for the backward pass."""
     kept = {}
 
     def keep(tensor):
@@ -51,7 +51,7 @@ def run(head, inputs, checkpointing):
     return (total.detach(), weight, steps), gradients, sum(n for at, n in kept.items() if at not in parameters)
 
 
-def test_the_same_losses_and_gradients(head, inputs):
+def test_checkpointing_changes_no_loss_or_gradient(head, inputs):
     (losses, gradients, _), (theirs, expected, _) = (run(head, inputs, on) for on in (True, False))
     for ours, other in zip(losses, theirs, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6)
@@ -60,13 +60,13 @@ def test_the_same_losses_and_gradients(head, inputs):
         torch.testing.assert_close(gradients[name] / scale, expected[name] / scale, rtol=1e-6, atol=1e-6)
 
 
-def test_less_is_kept(head, inputs):
+def test_checkpointing_saves_less_than_half_for_backward(head, inputs):
     on, off = (run(head, inputs, on)[2] for on in (True, False))
     assert on < 0.5 * off
 
 
 def test_a_draft_vocabulary_that_does_not_fit_is_refused_at_load(target, head):
-    """Else it would fail in the first draft, far from the file that is wrong."""
+    """Otherwise the first draft would fail, with an error that does not name the file."""
     identity, tensors = target.identity, head.state_dict()
     shape = FAMILY.checkpoint_config(head, identity)
     assert FAMILY.restore(shape, tensors).config == head.config

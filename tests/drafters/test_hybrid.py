@@ -1,4 +1,4 @@
-"""Hybrid drafts: one tree of two drafters' candidates, a gate that learns when to ask the head, and measured costs."""
+"""Hybrid drafts: a tree with candidates of two drafters, a gate that decides when to run the head, measured costs."""
 
 import json
 import math
@@ -39,13 +39,13 @@ from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DraftingRecipe
 from tests.toys.decoding import decode
 
-EVEN = [1.0] * 8  # claims that are right on average
+EVEN = [1.0] * 8  # calibration ratios of 1: probabilities are taken at face value
 CHEAP = Costs(tuple(1 + 0.001 * rows for rows in ROWS), first=0.001, level=0.001)
 DEAR = Costs(CHEAP.rounds, first=50.0, level=50.0)
 
 
 def merged(*proposals):
-    """Candidates of several proposals; the place of each is its drafter."""
+    """Merge proposals into one candidate tree; the index of a proposal is its drafter."""
     candidates = Candidates()
     for who, proposal in enumerate(proposals):
         candidates.add(ProposedTree(*proposal), who, Calibration(EVEN))
@@ -53,11 +53,11 @@ def merged(*proposals):
 
 
 class TestCandidates:
-    def test_what_both_propose_is_there_once_with_the_larger_probability(self):
+    def test_a_node_proposed_twice_is_kept_once_with_the_larger_probability(self):
         candidates = merged(([5, 6], [-1, 0], [0.5, 0.5]), ([5, 7, 8], [-1, -1, 0], [0.8, 0.1, 0.5]))
         assert candidates.tokens == [5, 6, 7, 8]
         assert candidates.parents == [-1, 0, -1, 0]
-        assert candidates.joint == pytest.approx([0.8, 0.25, 0.1, 0.4])  # 8 stands behind the likelier 5
+        assert candidates.joint == pytest.approx([0.8, 0.25, 0.1, 0.4])  # 8 follows the likelier 5
 
     def test_parents_are_ranked_before_their_children(self):
         candidates = merged(([1, 2, 3], [-1, 0, 1], [1.0, 1.0, 1.0]), ([4], [-1], [0.98]))
@@ -65,42 +65,42 @@ class TestCandidates:
         order = candidates.ranked()
         assert all(parent < 0 or order.index(parent) < order.index(node) for node, parent in enumerate([-1, 0, 1, -1]))
 
-    def test_cut(self):
+    def test_cut_renumbers_the_parents(self):
         candidates = merged(([1, 2, 3, 4], [-1, 0, -1, 2], [0.5, 0.5, 0.4, 0.9]))
         assert candidates.cut([0, 2, 3]) == ([1, 3, 4], [-1, -1, 1])
 
-    def test_the_longest_path_is_that_of_most_expected_tokens(self):
+    def test_the_longest_path_has_the_most_expected_tokens(self):
         candidates = merged(([1, 2, 3, 4, 5], [-1, -1, 1, 2, 3], [0.6, 0.4, 0.9, 0.9, 0.9]))
         assert [candidates.tokens[node] for node in candidates.longest()] == [2, 3, 4, 5]  # 0.4 · (1 + 0.9 + …) > 0.6
         assert Candidates().longest() == []
 
-    def test_claims_are_settled_along_what_was_committed(self):
+    def test_outcomes_tell_which_claims_came_true(self):
         candidates = merged(([1, 2], [-1, 0], [0.5, 0.25]), ([1, 3, 9], [-1, 0, 1], [0.75, 0.3, 0.2]))
         settled = [((claim.drafter, claim.probability), true) for claim, true in candidates.outcomes([1, 3, 4])]
         assert settled == [((0, 0.5), True), ((1, 0.75), True), ((0, 0.25), False), ((1, 0.3), True), ((1, 0.2), False)]
         assert candidates.accepted_claims([1, 3, 4], 0) == 1 and candidates.accepted_claims([1, 3, 4], 1) == 2
 
 
-def test_a_probability_that_is_not_a_number_counts_nothing():
-    """A head with NaN failed its text in a hybrid, and only there."""
+def test_a_nan_probability_counts_as_zero():
+    """A head that produced NaN used to fail its text, but only in a hybrid."""
     trust = Calibration(EVEN)
     trust.learn(float("nan"), True)
     assert trust(float("nan")) == 0.0 and trust(0.5) == Calibration(EVEN)(0.5)
 
 
 class TestTrust:
-    def test_by_hand(self):
+    def test_calibration_equals_a_computation_by_hand(self):
         trust = Calibration([2.0] + [1.0] * 7)
         assert trust(0.1) == pytest.approx(0.2) and trust(0.5) == 0.5
         for came_true in (True, False, False):
             trust.learn(0.5, came_true)
         assert trust(0.5) == pytest.approx(0.5 * (4 + 1) / (4 + 1.5))
-        assert trust(0.1) == pytest.approx(0.2)  # another eighth
+        assert trust(0.1) == pytest.approx(0.2)  # another eighth of [0, 1]
 
-    def test_nothing_is_certain(self):
+    def test_a_calibrated_probability_stays_below_one(self):
         assert Calibration([9.0] * 8)(1.0) < 1
 
-    def test_a_prior_for_every_eighth(self):
+    def test_priors_have_one_ratio_per_eighth(self):
         assert {len(ratios) for ratios in (TEXT_CALIBRATION, STORE_CALIBRATION, HEAD_CALIBRATION)} == {8}
 
 
@@ -112,21 +112,21 @@ class TestGate:
     def pending(self, *proposals, levels=0, kind=0, length=3):
         return Pending(length, 0, merged(*proposals), kind, levels)
 
-    def test_a_head_is_credited_with_what_the_text_did_not_foresee(self):
+    def test_a_head_is_credited_with_tokens_beyond_the_text_drafter(self):
         gate = Gate()
         gate.pending = self.pending(([5], [-1], [0.5]), ([5, 6, 7], [-1, 0, 1], [0.5] * 3), levels=3)
         gate.settle(text_of(1, 2, 3, 5, 6, 7, 8))
-        quality = (2 + 2) / (2 + GAIN[0])  # two tokens more than the text drafter's one; as if two rounds came before
+        quality = (2 + 2) / (2 + GAIN[0])  # two tokens more than the text drafter, after a prior worth two rounds
         assert gate.gain(0) == pytest.approx((2 * GAIN[0] * quality + 2) / 3)
         assert gate.gain(3) == pytest.approx(GAIN[3] * quality)
 
-    def test_a_round_without_the_head_says_nothing_of_it(self):
+    def test_a_round_without_the_head_does_not_change_its_gain(self):
         gate = Gate()
         gate.pending = self.pending(([5], [-1], [0.5]))
         gate.settle(text_of(1, 2, 3, 9))
         assert [gate.gain(kind) for kind in range(len(GAIN))] == list(GAIN) and gate.levels == Gate().levels
 
-    def test_rounds_in_which_others_drafted_say_only_what_came_true(self):
+    def test_rounds_drafted_by_others_update_only_the_calibration(self):
         gate = Gate()
         gate.pending = self.pending(([5], [-1], [0.5]), ([5, 6], [-1, 0], [0.5] * 2), levels=2)
         gate.settle(text_of(1, 2, 3, 5, 9, 9, 9, passes=3))
@@ -146,27 +146,27 @@ class TestGate:
         past.tried(2, pays=True)
         assert past.patience[2] == PATIENCE
 
-    def test_a_text_expects_of_the_head_what_it_gained_in_earlier_texts(self):
+    def test_a_text_starts_with_the_gain_of_earlier_texts(self):
         past = GateStatistics()
         for _ in range(20):
             gate = Gate(past=past)
             gate.pending = self.pending(([5], [-1], [0.5]), ([5], [-1], [0.5]), levels=1, kind=1)
-            gate.settle(text_of(1, 2, 3, 5, 8))  # the text drafter had the same token: the head gains nothing
+            gate.settle(text_of(1, 2, 3, 5, 8))  # the text drafter proposed the same token, so the head gains nothing
         fresh = Gate(past=past)
         assert fresh.gain(1) < 0.2 and fresh.gain(0) < 0.2
         fresh.pending = self.pending(([5], [-1], [0.5]), ([5, 6, 7], [-1, 0, 1], [0.5] * 3), levels=3, kind=1)
         fresh.settle(text_of(1, 2, 3, 5, 6, 7, 8))
-        assert fresh.gain(1) > 0.6, "a text that differs is noticed"
+        assert fresh.gain(1) > 0.6, "the gain adapts to a text where the head helps"
 
 
 class TestSampledTexts:
-    def test_a_greedy_text_starts_as_measured_on_greedy_texts(self):
+    def test_a_greedy_text_starts_with_the_greedy_priors(self):
         gate = Gate(STORE_CALIBRATION)
         for trust, ratios in zip(gate.trust, (STORE_CALIBRATION, HEAD_CALIBRATION), strict=True):
             assert trust.true == [Calibration.BEFORE * ratio for ratio in ratios]
         assert gate.gain.prior == GAIN and gate.past.patience == [PATIENCE] * len(GAIN)
 
-    def test_a_sampled_text_starts_with_less_trust_and_gain(self):
+    def test_a_sampled_text_starts_with_lower_trust_and_gain(self):
         half, hot, hotter = (Gate(temperature=temperature) for temperature in (0.5, 1.0, 1.5))
         for who, ratios in ((TEXT, TEXT_CALIBRATION), (HEAD, HEAD_CALIBRATION)):
             for ratio, eighth in zip(ratios, range(8), strict=True):
@@ -180,8 +180,8 @@ class TestSampledTexts:
         hot.past.tried(0, pays=True)
         assert hot.past.patience[0] == SAMPLED_PATIENCE
 
-    def test_the_record_of_a_stream_holds_gains_of_greedy_texts(self):
-        """Else a greedy text after sampled ones would expect too little of the head."""
+    def test_statistics_of_a_stream_are_scaled_to_greedy_texts(self):
+        """Otherwise a greedy text after sampled ones would expect too little of the head."""
         past = GateStatistics()
         gate = Gate(past=past, temperature=1.0)
         gate.pending = Pending(3, 0, merged(([9], [-1], [0.5]), ([5, 6], [-1, 0], [0.5] * 2)), 0, 2)
@@ -189,8 +189,8 @@ class TestSampledTexts:
         assert past.gain.added[0] == pytest.approx(1 / SAMPLED_GAIN) and gate.gain.added[0] == 1
         assert past.patience == [PATIENCE] * len(GAIN)
 
-    def test_each_text_of_a_batch_starts_by_its_own_temperature(self, target, prompts):
-        """Four texts in two slots, so that a text also follows one of another temperature."""
+    def test_each_text_of_a_batch_starts_with_priors_for_its_temperature(self, target, prompts):
+        """Four texts run in two slots, so a text also follows one with another temperature."""
         seen = {}
 
         def watch(state, draft, verdict):
@@ -217,7 +217,7 @@ class TestSampledTexts:
 
 
 class Claims:
-    """A head that claims to be sure of the token 7, over and over; it counts how often it is asked."""
+    """A fake head that always proposes token 7 with probability 0.95, and counts its calls."""
 
     taps = ()
 
@@ -250,26 +250,26 @@ def rounds_of(target, drafter, prompts, new=60):
 
 
 class TestHybrid:
-    def test_a_head_that_is_always_wrong_is_hardly_asked(self, target, prompts):
+    def test_a_head_that_is_always_wrong_is_rarely_run(self, target, prompts):
         head = Claims()
         level = Costs(CHEAP.rounds, first=0.2, level=0.1)
         (decoded,) = rounds_of(target, Hybrid(head, Lookup(), level), prompts[1:2])
         assert 0 < head.asked < decoded.target_passes / 2
 
-    def test_a_head_that_costs_more_than_it_can_bring_is_only_tried(self, target, prompts):
+    def test_a_head_that_costs_more_than_it_gains_is_only_tried(self, target, prompts):
         head = Claims()
         (decoded,) = rounds_of(target, Hybrid(head, Lookup(), DEAR), prompts[1:2])
         assert head.asked <= 5 < decoded.target_passes
 
-    def test_rows_that_are_dear_are_not_verified(self, target, prompts):
+    def test_costly_rows_are_not_verified(self, target, prompts):
         dear = Costs(tuple(float(rows) for rows in ROWS), first=50.0, level=50.0)
         free = rounds_of(target, Hybrid(Claims(), Lookup(), CHEAP), prompts)
         few = rounds_of(target, Hybrid(Claims(), Lookup(), dear), prompts)
         assert [one.output_ids for one in few] == [one.output_ids for one in free]
         assert sum(one.drafted for one in few) < sum(one.drafted for one in free) / 2
 
-    def test_in_a_batch_it_weighs_rows_itself(self, target, prompts):
-        """The engine would grant a batch of eight two nodes each; where rows cost nothing, more are worth it."""
+    def test_a_hybrid_sizes_the_tree_of_a_batch_by_cost(self, target, prompts):
+        """The engine would grant eight texts two nodes each; where rows are cheap, more nodes pay."""
         sizes = []
         rounds_of_batch = decode(
             target,
@@ -282,8 +282,8 @@ class TestHybrid:
         )
         assert len(rounds_of_batch) == 8 and max(sizes) > 4
 
-    def test_one_text_of_many_does_not_try_the_head(self, target, prompts):
-        """Else eight texts, each of which tries it now and then, would nearly always have it asked."""
+    def test_one_text_of_many_does_not_try_the_head_alone(self, target, prompts):
+        """If each of eight texts tried the head from time to time, it would run in nearly every round."""
         ends = [20, 60, 60, 60, 60, 60, 60, 60]
         alone, together = Claims(), Claims()
         rounds_of(target, Hybrid(alone, Lookup(), DEAR), prompts[1:2])
@@ -295,11 +295,13 @@ class TestHybrid:
         hybrid.past.unasked = [99, 0, 0, 0, 0]
         assert not hybrid._asks(state, TextProposal(gates, [], DEAR, alone, [0, 1, 1]))
         assert hybrid._asks(state, TextProposal(gates, [], DEAR, alone, [0, 0, 1]))
-        assert hybrid.past.unasked[0] == 0, "asked again only after a wait, whatever becomes of the round"
+        assert hybrid.past.unasked[0] == 0, "the wait restarts after every trial"
 
-    def test_nodes_are_verified_while_the_round_yields_more_per_cost(self):
-        """By hand: rows cost 0.1 each. With one node of probability 0.5 the rate is 1.5 / 1.1; a second node of 0.2
-        raises it to 1.7 / 1.2, one of 0.1 lowers it to 1.6 / 1.2."""
+    def test_nodes_are_verified_while_tokens_per_cost_increase(self):
+        """By hand: each row costs 0.1. One node of probability 0.5 gives a rate of 1.5 / 1.1.
+
+        A second node of 0.2 raises the rate to 1.7 / 1.2; one of 0.1 lowers it to 1.6 / 1.2.
+        """
         costs = Costs(tuple(1 + 0.1 * (rows - 1) for rows in ROWS), first=1.0, level=1.0)
         state = SimpleNamespace(live=[0], batch=1, exact_rows=0)
         for second, width in ((0.2, 2), (0.1, 1)):
@@ -308,10 +310,10 @@ class TestHybrid:
             assert (size.width, len(size.nodes[0])) == (width, width)
             assert size.rate == pytest.approx((1.5 + second) / 1.2 if width == 2 else 1.5 / 1.1)
         assert best_size(state, [Candidates()], 62, costs).nodes == [[]]
-        # With a cost of drafting that is spent anyway, the same node is worth its row.
+        # If the cost of drafting is already spent, the same node is worth its row.
         assert best_size(state, [draft], 62, costs, spent=1.0).width == 2
 
-    def test_no_deeper_than_there_is_room(self, target, prompts):
+    def test_drafts_are_limited_by_the_room_of_each_text(self, target, prompts):
         rooms = []
 
         class Watched(Hybrid):
@@ -329,7 +331,7 @@ class TestHybrid:
         assert min(rooms) == 0 and max(rooms) > 5
         assert all(len(one.output_ids) <= limit for one, limit in zip(texts, limits, strict=True))
 
-    def test_scores_are_the_children_of_both(self, target):
+    def test_scores_contain_the_children_of_both_drafters(self, target):
         span = range(4, 6)
         logits = torch.zeros(2, 2, 6)
         logits[..., 3], logits[..., 1] = 2, 1
@@ -363,7 +365,7 @@ SPOILED = {
 
 
 class TestStream:
-    def test_a_head_that_gains_nothing_is_hardly_asked_in_later_texts(self, tiny_directory):
+    def test_a_head_without_gain_is_rarely_run_in_later_texts(self, tiny_directory):
         tiny = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
         level, asked = Costs(CHEAP.rounds, first=0.5, level=0.3), {}
         for stream in (True, False):
@@ -376,7 +378,7 @@ class TestStream:
             asked[stream] = head.asked
         assert 2 * asked[True] <= asked[False] and asked[True] <= 4, "of about 120 rounds"
 
-    def test_what_a_stream_has_shown_comes_back(self):
+    def test_the_statistics_of_a_stream_survive_saving_and_restoring(self):
         past, again = GateStatistics(), GateStatistics()
         past.overdue(1)
         past.tried(2, pays=False)
@@ -390,13 +392,13 @@ class TestStream:
 
 
 class TestCosts:
-    def test_rounds_between_and_behind_what_was_measured(self):
+    def test_round_costs_are_interpolated_and_extrapolated(self):
         known = Costs((1.0, 1.5, 1.6, 1.8, 2.2, 3.0, 6.1), first=0.2, level=0.1)
         assert [known.round(rows) for rows in (1, 2, 3, 8, 12)] == pytest.approx([1, 1.5, 1.55, 1.8, 2.0])
-        assert known.round(94) == pytest.approx(6.1 + 3.1)  # on, as steep as at the end
+        assert known.round(94) == pytest.approx(6.1 + 3.1)  # extrapolated with the last slope
         assert [known.drafting(levels) for levels in (0, 1, 3)] == pytest.approx([0, 0.2, 0.4])
 
-    def test_a_batch_costs_what_its_texts_read(self):
+    def test_batch_costs_grow_with_the_number_of_texts_and_rows(self):
         known = Costs((1.0, 1.5, 1.6, 1.8, 2.2, 3.0, 6.1), 0.2, 0.1, 0.25, 0.05, 0.02, 0.01)
         assert known.round(1, 8) == pytest.approx(1.8 + 7 * (0.25 + 0.05))
         assert known.round(2, 4) == pytest.approx(1.8 + 3 * (0.25 + 2 * 0.05))
@@ -404,12 +406,12 @@ class TestCosts:
         assert known.drafting(3, 4) == pytest.approx(0.2 + 3 * 0.02 + 2 * (0.1 + 3 * 0.01))
         assert known.drafting(0, 4) == 0
 
-    def test_longer_texts_cost_more_and_each_row_of_them(self):
+    def test_costs_grow_with_text_length_per_text_and_per_row(self):
         known = Costs((1.0, 1.5, 1.6, 1.8, 2.2, 3.0, 6.1), 0.2, 0.1, 0.25, slot=0.001, row_slot=0.0002, context=256)
         assert known.at(256) == known
         longer = known.at(456)
         assert longer.round(1) == pytest.approx(1.2) and longer.round(8) == pytest.approx(1.8 + 0.2 + 7 * 0.04)
-        # Of four texts each reads its own, and every row its text's.
+        # Each of four texts is read once, and once more by each of its rows.
         assert longer.round(2, 4) == pytest.approx(1.8 + 0.2 + 7 * 0.04 + 3 * (0.25 + 0.2))
         assert longer.further_rows(2, 3, 1) == pytest.approx(known.further_rows(2, 3, 1) + 3 * 0.04)
         assert known.at(56).round(8) == pytest.approx(1.8 - 0.2 - 7 * 0.04)
@@ -423,8 +425,8 @@ class TestCosts:
         assert list(made.rounds) == sorted(made.rounds) and made.level == 0
         assert made.text == made.text_row == made.text_first == made.text_level == made.slot == made.row_slot == 0
 
-    def test_what_was_timed_comes_back(self):
-        """Of a batch and of long texts whose costs are known, the parts."""
+    def test_costs_are_recovered_from_their_timings(self):
+        """The timings come from known costs, including batches and long texts."""
         true = Costs((1.0, 1.1, 1.2, 1.4, 1.8, 2.6, 4.2), 0.2, 0.1, 0.25, 0.05, 0.02, 0.01, 3e-4, 4e-5, 128)
         ratios = {f"{rows} rows": true.round(rows) for rows in ROWS}
         ratios |= {f"{levels} levels": true.drafting(levels) for levels in (1, costs.LEVELS)}
@@ -437,7 +439,7 @@ class TestCosts:
             [getattr(true, name) for name in costs.SINGLE]
         )
 
-    def test_measured_once_and_kept(self, target, tmp_path, monkeypatch):
+    def test_costs_are_measured_once_and_cached(self, target, tmp_path, monkeypatch):
         monkeypatch.setenv(costs.ENVIRONMENT, str(tmp_path))
         monkeypatch.setattr(costs, "REPEATS", 1)
         first = costs.costs_of(target, Claims(), "claims")
@@ -448,11 +450,11 @@ class TestCosts:
         assert costs.costs_of(target, Claims(), "claims") == first
         kept.write_text("{")
         monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
-        assert costs.costs_of(target, Claims(), "claims") == CHEAP  # a damaged file is none
+        assert costs.costs_of(target, Claims(), "claims") == CHEAP  # a damaged cache file is measured again
 
     @pytest.mark.parametrize("spoiled", SPOILED)
-    def test_what_was_not_measured_is_not_believed(self, target, tmp_path, monkeypatch, capsys, pipe, spoiled):
-        """It is measured anew and replaced, with one line that names the file."""
+    def test_an_invalid_cost_cache_is_measured_again(self, target, tmp_path, monkeypatch, capsys, pipe, spoiled):
+        """One line names the ignored file, and valid costs replace it."""
         monkeypatch.setenv(costs.ENVIRONMENT, str(tmp_path))
         monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
         costs.costs_of(target, Claims(), "claims")
@@ -470,8 +472,8 @@ class TestCosts:
         assert sum("ignoring" in line and str(kept) in line for line in said) == 1 and len(said) == 2
         assert json.loads(kept.read_text())[key] == good
 
-    def test_a_short_context(self, target, monkeypatch):
-        """The text is begun anew before what is timed could stand behind the context's end."""
+    def test_measuring_fits_a_short_context(self, target, monkeypatch):
+        """The text restarts before a measured draft would exceed the context length."""
         monkeypatch.setattr(target, "context_length", 100)
         longest = []
         real = costs.verify
@@ -485,8 +487,8 @@ class TestCosts:
         assert costs.measure(target, Claims()).round(1) == 1
         assert max(longest) <= 100
 
-    def test_a_long_context_is_not_laid_out(self, target, monkeypatch):
-        """Eight caches of a large target's whole context would fit no memory."""
+    def test_measuring_does_not_allocate_a_long_context(self, target, monkeypatch):
+        """Eight caches with the full context of a large target would not fit into memory."""
         monkeypatch.setattr(target, "context_length", 2**20)
         slots = []
         real = costs.verify
@@ -500,7 +502,7 @@ class TestCosts:
         costs.measure(target, Claims())
         assert max(slots) < 2 * (costs.FAR + costs.ROOM)
 
-    def test_where_nothing_can_be_kept(self, target, tmp_path, monkeypatch, capsys):
+    def test_an_unwritable_cost_cache_is_reported(self, target, tmp_path, monkeypatch, capsys):
         (tmp_path / "specctl").write_text("a file is in the way")
         monkeypatch.setenv(costs.ENVIRONMENT, str(tmp_path))
         monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
@@ -517,25 +519,25 @@ class TestNames:
         assert names.parts_of("other+lookup") == ["other", "lookup"]
         assert names.parts_of("lookup") == ["lookup"]
 
-    def test_a_plus_in_a_path(self, tmp_path, monkeypatch):
+    def test_a_plus_inside_a_path_does_not_split_it(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "stores" / "sql+math").mkdir(parents=True)
         assert names.parts_of("drafters/a+stores/sql+math") == ["drafters/a", "stores/sql+math"]
         assert names.name_of("drafters/a+stores/sql+math") == "a+sql+math"
 
     @pytest.mark.parametrize("name", ["+lookup", "sql-eagle3+", "+"])
-    def test_a_part_that_is_missing(self, name, target):
+    def test_an_empty_part_of_a_hybrid_name_is_refused(self, name, target):
         with pytest.raises(CheckpointError, match=f"no drafter {re.escape(repr(name))}"):
             pool.load_drafter(name, target, DraftingRecipe())
 
-    def test_names_of_several(self):
+    def test_labels_are_unique_for_equal_directory_names(self):
         paths = ["x/a", "y/a", "x/a+lookup"]
         assert names.labels(paths) == {"x/a": "x/a", "y/a": "y/a", "x/a+lookup": "a+lookup"}
 
     @pytest.mark.parametrize("name", ["lookup+lookup", "lookup+suffix", "suffix+none"])
-    def test_two_of_one_kind_are_refused(self, name, target):
+    def test_two_drafters_without_training_are_refused(self, name, target):
         with pytest.raises(UsageError, match="is not a trained drafter"):
             pool.load_drafter(name, target, DraftingRecipe())
 
-    def test_who_claims(self):
-        assert (TEXT, HEAD) == (0, 1)  # places in Gate.trust
+    def test_text_and_head_index_the_gate_trust(self):
+        assert (TEXT, HEAD) == (0, 1)  # indices into Gate.trust

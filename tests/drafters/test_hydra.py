@@ -1,4 +1,4 @@
-"""Hydra's files are those of its own repository, and its layers run as they do there."""
+"""Hydra checkpoints use the names of the published files, and layers compute what the published code does."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ def module(target):
     return module.eval()
 
 
-def test_names_of_the_published_files(module):
-    """Layers 2 … n are one module there, here stored once as number 3."""
+def test_stored_names_are_the_published_names(module):
+    """The published files hold layers 2 … n as one shared module; it is stored once, under number 3."""
     layer = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
     layer += ["input_layernorm", "post_attention_layernorm"]
     names = {f"prefix_embeding_layer.layers.0.{part}.weight" for part in layer} | {"prefix_embeding_layer.norm.weight"}
@@ -27,8 +27,8 @@ def test_names_of_the_published_files(module):
     assert set(hydra.stored_state(module.state_dict())) == names
 
 
-def test_layers_are_applied_as_often_as_there_are(module):
-    """By hand, as the published Sequential runs: first block, then the same block twice."""
+def test_the_shared_layer_is_applied_once_per_layer(module):
+    """By hand, as the published Sequential runs: the first block, then the shared block twice."""
     x = torch.randn(4, 3 * module.config.hidden_size)
     first, again = module.hydra_mlp[1][1], module.hydra_mlp[1][3]
     y = first.res_connection(x) + torch.nn.functional.silu(first.linear(x))

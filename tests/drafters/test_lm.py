@@ -1,4 +1,4 @@
-"""The `lm` family: sizes, loss, storage, and drafts equal to those of the plain model run from scratch every round."""
+"""The `lm` family: sizes, loss, storage, and drafts equal to the plain model run from scratch every round."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from tests.toys.decoding import decode
 
 @pytest.fixture(scope="module")
 def target(builtin_target):
-    """The whole built-in target, which ends its texts by itself and has ten layers."""
+    """The whole built-in target: ten layers, and it emits end-of-text."""
     return builtin_target
 
 
@@ -38,7 +38,7 @@ def lm_of(config):
 
 @pytest.fixture(scope="module")
 def model(target):
-    """Random, but with logits far enough apart that the best token is no matter of rounding."""
+    """Return a random model with logits far enough apart that rounding cannot change the best token."""
     torch.manual_seed(0)
     model = lm_of(architecture(DrafterRecipe(preset="tiny", num_kv_heads=2), target))
     with torch.no_grad():
@@ -49,7 +49,7 @@ def model(target):
 
 @pytest.fixture(scope="module")
 def with_head(model):
-    """The same model with a head that is sure of some tokens and unsure of others."""
+    """Return the model with an acceptance head that gives both high and low probabilities."""
     torch.manual_seed(1)
     head = AcceptanceHead(model.model.config.hidden_size)
     head.out.weight.data *= 4
@@ -63,12 +63,12 @@ def next_logits(model, ids):
 
 @torch.no_grad()
 def acceptance(model, ids):
-    """Logit of the acceptance head after a text."""
+    """Return the acceptance logit after a text."""
     return model.confidence_head(model.model.base_model(torch.tensor([ids])).last_hidden_state[0, -1:])[0]
 
 
 class Big:
-    """As much of a target as `build` looks at."""
+    """The attributes of a target that `build` reads."""
 
     hidden_size, vocab_size, context_length, eos_ids, identity = 4096, 32000, 4096, frozenset({2}), {}
 
@@ -107,7 +107,7 @@ def test_the_recipe_overrides_the_preset(target):
         ({"taps": [1]}, "no taps"),
     ],
 )
-def test_bad_sizes(target, wrong, says):
+def test_bad_sizes_are_refused(target, wrong, says):
     with pytest.raises(RecipeError, match=says):
         lm_of(architecture(DrafterRecipe(**wrong), target))
 
@@ -116,7 +116,7 @@ def batch(tokens, mask):
     return LMBatch(torch.tensor(tokens), torch.tensor(mask).bool())
 
 
-def test_the_loss_is_that_of_the_response_tokens(model):
+def test_the_loss_sums_over_the_response_tokens(model):
     tokens = [[5, 6, 7, 8, 9], [40, 41, 42, 43, 0]]
     mask = [[0, 0, 1, 0, 1], [0, 1, 1, 1, 0]]
     loss, count = model(batch(tokens, mask))
@@ -130,10 +130,10 @@ def test_the_loss_is_that_of_the_response_tokens(model):
 
 
 def test_the_acceptance_head_learns_which_tokens_are_right(model, with_head, monkeypatch):
-    """Its cross-entropy is added to the loss, and moves nothing but the head. Logits are computed in two parts."""
+    """Its cross-entropy is added to the loss and gives the model no gradient. `HEAD_ROWS` splits the logits in two."""
     monkeypatch.setattr(lm_model, "HEAD_ROWS", 2)
     ids = [5, 6, 7]
-    ids += [next_logits(model, ids).argmax().item(), 8, 9]  # the model is right about one of three tokens
+    ids += [next_logits(model, ids).argmax().item(), 8, 9]  # the model predicts one of three tokens correctly
     data = batch([ids], [[0, 0, 0, 1, 1, 1]])
     right = [float(next_logits(model, ids[:i]).argmax() == ids[i]) for i in (3, 4, 5)]
     assert right == [1.0, 0.0, 0.0]
@@ -152,22 +152,22 @@ def test_the_acceptance_head_learns_which_tokens_are_right(model, with_head, mon
     with_head.zero_grad()
 
 
-def test_padding_changes_nothing(model):
+def test_padding_does_not_change_the_loss(model):
     short, _ = model(batch([[5, 6, 7]], [[0, 1, 1]]))
     padded, _ = model(batch([[5, 6, 7, 0, 99]], [[0, 1, 1, 0, 0]]))
     torch.testing.assert_close(short, padded)
 
 
-def test_a_batch_without_responses_has_gradients_of_zero(model):
-    """All ranks must call backward, also the one whose documents were cut before their responses."""
-    loss, count = model(batch([[5, 6, 7]], [[1, 0, 0]]))  # nothing stands before the first token
+def test_a_batch_without_responses_has_zero_gradients(model):
+    """Every rank must call backward, even when its documents were cut before their responses."""
+    loss, count = model(batch([[5, 6, 7]], [[1, 0, 0]]))  # the first token has no prediction
     loss.backward()
     assert (loss.item(), count.item()) == (0, 0)
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
     model.zero_grad()
 
 
-def test_casting_keeps_the_frequencies(target):
+def test_casting_keeps_the_rotary_frequencies(target):
     model = lm_of(architecture(DrafterRecipe(preset="tiny"), target))
     exact = model.model.model.rotary_emb.inv_freq.clone()
     cast(model.model, torch.device("cpu"), torch.bfloat16)
@@ -175,7 +175,7 @@ def test_casting_keeps_the_frequencies(target):
     assert torch.equal(model.model.model.rotary_emb.inv_freq, exact)
 
 
-def test_stored_and_read(target, model, prompts, tmp_path):
+def test_a_saved_lm_loads_unchanged(target, model, prompts, tmp_path):
     checkpoint.save(
         tmp_path / "d",
         config=lm.FAMILY.checkpoint_config(model, target.identity),
@@ -213,7 +213,7 @@ def test_weights_of_another_size_are_refused(target, model):
 
 
 class Watched(lm.LMDrafter):
-    """Compares every draft with the plain model, run from scratch on the committed text."""
+    """A drafter that compares every draft with the plain model run on the committed text."""
 
     def __init__(self, model, target, shape):
         super().__init__(model, target, shape)
@@ -244,7 +244,7 @@ class Watched(lm.LMDrafter):
         return draft
 
     def check_row(self, state, b, row, logits, token, depth):
-        """The row handed to the ratio rule is the filtered distribution, and the token its draw."""
+        """Check that `row` is the filtered distribution and `token` its sample."""
         sampling, position = state.draws.samplings[b], torch.tensor([[len(state.rows[b].ids) + depth]])
         setting = [torch.tensor([x]) for x in (sampling.temperature, sampling.top_k, sampling.top_p)]
         expected = kernels.row_params(logits[None], *setting)
@@ -261,8 +261,8 @@ def truth(target, prompts, sampling, seeds):
 
 
 @pytest.mark.parametrize(("stop_below", "name"), [(0.0, "model"), (0.3, "model"), (0.3, "with_head")])
-def test_drafts_are_those_of_the_plain_model(target, request, prompts, stop_below, name):
-    """Idle for some rounds, in a ragged and shrinking batch: a stale or misplaced cache row would change a draft."""
+def test_drafts_equal_those_of_the_plain_model(target, request, prompts, stop_below, name):
+    """Idle rounds in a ragged, shrinking batch: a stale or misplaced cache row would change a draft."""
     drafter = Watched(request.getfixturevalue(name), target, ChainShape(4, stop_below, False))
     texts = truth(target, prompts, GREEDY, [0, 0, 0])
     others = ragged(texts, 0, target.vocab_size)
@@ -278,8 +278,8 @@ def test_drafts_are_those_of_the_plain_model(target, request, prompts, stop_belo
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 0, 1.0)])
-def test_a_confidence_head_needs_no_probabilities_of_the_model(target, with_head, prompts, monkeypatch, sampling):
-    """They take a pass over the vocabulary for every drafted token."""
+def test_an_acceptance_head_replaces_the_vocabulary_softmax(target, with_head, prompts, monkeypatch, sampling):
+    """A softmax would take a pass over the vocabulary for every drafted token."""
     shape = ChainShape(4, 0.3, sampling.temperature > 0)
     drafter, asked = lm.LMDrafter(with_head, target, shape), []
     monkeypatch.setattr(
@@ -292,8 +292,8 @@ def test_a_confidence_head_needs_no_probabilities_of_the_model(target, with_head
     assert {gain for _, gains in asked for gain in gains} == {1.0}
 
 
-def test_accepted_drafts_are_not_read_again(target, prompts):
-    """A drafter that is often right keeps the cache rows of its accepted tokens, and they are right."""
+def test_accepted_draft_tokens_are_not_read_again(target, prompts):
+    """A drafter that is often right reuses the cache rows of its accepted tokens."""
     close = own_weights(target, 0.1)
     drafter = Watched(close, target, ChainShape(4, 0.0, False))
     read, forward = [], drafter.model.forward
@@ -311,10 +311,10 @@ def test_accepted_drafts_are_not_read_again(target, prompts):
     assert read[:first] == alone + [max(length for length in lengths if length <= READ_ALONE_ROWS)] * (
         first - len(alone)
     )
-    assert set(read[first:]) == {1, 2}  # the bonus token, and the last draft token, which was never fed
+    assert set(read[first:]) == {1, 2}  # the bonus token, and the last draft token if it was never fed
 
 
-def test_sampled_rows_are_those_sampled_from(target, model, prompts):
+def test_sampled_proposals_report_the_distribution_they_were_drawn_from(target, model, prompts):
     drafter = Watched(model, target, ChainShape(4, 0.01, True))
     decode(
         target,
@@ -325,11 +325,11 @@ def test_sampled_rows_are_those_sampled_from(target, model, prompts):
         drafter=drafter,
     )
     assert drafter.drafts > 10
-    assert len(set(drafter.uniforms)) == len(drafter.uniforms)  # no random number serves twice
+    assert len(set(drafter.uniforms)) == len(drafter.uniforms)  # no random number is used twice
 
 
-def test_sampled_proposals_are_greedy_where_the_target_is(target, model, prompts):
-    """One-hot rows would be accepted in the same places, at the price of the ratio rule."""
+def test_sampled_proposals_are_greedy_for_a_greedy_target(target, model, prompts):
+    """One-hot rows would accept the same tokens, but would run the ratio rule."""
     drafter = Watched(model, target, ChainShape(3, 0.0, True))
     decode(
         target,
@@ -360,7 +360,7 @@ def test_invalidate_recomputes(target, model, prompts):
     assert drafter.drafts > 10
 
 
-def test_training_on_does_not_change_a_drafter(target, prompts):
+def test_further_training_does_not_change_a_drafter(target, prompts):
     """The drafter measured during training holds a copy of its weights."""
     model = lm_of(architecture(DrafterRecipe(preset="tiny"), target))
     drafter = lm.LMDrafter(model, target, ChainShape(3, 0.0, False))
@@ -376,9 +376,9 @@ def test_training_on_does_not_change_a_drafter(target, prompts):
     assert drafts[: len(drafts) // 2] == drafts[len(drafts) // 2 :]
 
 
-def test_after_a_long_sleep_in_a_full_batch(target, model, prompts, monkeypatch):
-    """A finished sequence with a long prompt waits while the others grow past the spare room of the cache."""
-    monkeypatch.setattr(target, "eos_ids", frozenset())  # nobody else may finish: the batch would shrink
+def test_catching_up_after_many_idle_rounds_in_a_full_batch(target, model, prompts, monkeypatch):
+    """A finished text with a long prompt waits while the other texts grow past the spare room of the cache."""
+    monkeypatch.setattr(target, "eos_ids", frozenset())  # no other text may finish, because the batch would shrink
     drafter = Watched(model, target, ChainShape(2, 0.0, False))
     nobody = Scripted(lambda row, budget: ([], []))
     rounds = iter(range(1000))
@@ -396,8 +396,8 @@ def test_after_a_long_sleep_in_a_full_batch(target, model, prompts, monkeypatch)
 
 
 @pytest.mark.parametrize("objective", ["soft_ce", "tv"])
-def test_the_target_s_distribution_is_learned(target, model, prompts, objective):
-    """Every objective but ce compares the rows with the target's, at the same tokens."""
+def test_the_distribution_objectives_learn_the_target_distribution(target, model, prompts, objective):
+    """All objectives except `ce` compare draft and target distributions at the same tokens."""
     tokens = torch.tensor([prompts[0]])
     hidden = target.prefill([prompts[0]], target.model.new_cache(1, len(prompts[0])))[1][0]
     mask = torch.zeros_like(tokens, dtype=torch.bool)
@@ -414,7 +414,7 @@ def test_the_target_s_distribution_is_learned(target, model, prompts, objective)
 
 @pytest.fixture
 def published_model(target, tiny_directory, tmp_path):
-    """`published_model(name, rows)`: a directory with a random model whose embedding has `rows` rows more."""
+    """Return `make(name, rows)`, which saves a random model with `rows` extra embedding rows."""
 
     def make(name, rows):
         model = AutoModelForCausalLM.from_pretrained(tiny_directory(name))
@@ -427,8 +427,8 @@ def published_model(target, tiny_directory, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "rows"), [("mistral", 8), ("gemma2", 0), ("llama", -4)])
-def test_a_published_model_is_a_base(target, published_model, prompts, tmp_path, name, rows):
-    """Any causal LM with the target's vocabulary, its embedding padded differently, on either kind of step."""
+def test_any_published_causal_lm_can_be_the_base(target, published_model, prompts, tmp_path, name, rows):
+    """The base may pad its embedding differently, and runs on either kind of step."""
     recipe = TrainRecipe(arch="lm", drafter=DrafterRecipe(base=published_model(name, rows)))
     model = lm.FAMILY.build(recipe, target, None)
     checkpoint.save(
@@ -455,8 +455,8 @@ def test_a_base_with_another_vocabulary_is_refused(target, published_model):
         lm.FAMILY.build(TrainRecipe(arch="lm", drafter=DrafterRecipe(base=path, hidden_size=8)), target, None)
 
 
-def test_an_adapter_drafts_as_its_merged_weights(target, model, prompts):
-    """Through every product of the lean step, over a prompt and a drafted chain."""
+def test_an_adapter_drafts_like_its_merged_weights(target, model, prompts):
+    """Covers every product of the decoding step, over a prompt and a drafted chain."""
     generator = torch.Generator().manual_seed(0)
     pairs = {}
     for name, weight in lm.FAMILY.stored_state(model.state_dict()).items():

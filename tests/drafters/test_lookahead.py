@@ -1,4 +1,4 @@
-"""Lookahead decoding: the window against the target's own predictions, and against a target that is a function."""
+"""Lookahead decoding: the window follows the target's predictions, real or given by a function."""
 
 import copy
 
@@ -19,7 +19,7 @@ from tests.toys.decoding import decode
 
 
 class Watched(LookaheadDrafter):
-    """Keeps for every round the text, the columns' paths, and the tokens by which the columns went on."""
+    """A drafter that records, per round, the text, the paths of the columns, and the tokens added to the columns."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -39,7 +39,7 @@ class Watched(LookaheadDrafter):
 
 
 def assert_predicted(target, rounds):
-    """Each column goes on with the target's greedy token after the text and the column's path."""
+    """Check that each column grew by the target's greedy token after the text and the column's path."""
     told = [(text + path, token) for text, paths, found in rounds for path, token in zip(paths, found, strict=True)]
     assert told
     asked = [ids for ids, _ in told]
@@ -47,21 +47,20 @@ def assert_predicted(target, rounds):
     assert [token for _, token in told] == [one.output_ids[0] for one in answers]
 
 
-def test_columns_go_on_as_the_target_says(target, prompts):
+def test_columns_grow_by_the_target_predictions(target, prompts):
     drafter = Watched()
     decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=30, seeds=[0], drafter=drafter)
     assert [len(paths) for _, paths, _ in drafter.rounds[:2]] == [7, 7]
     assert isinstance(drafter, DepthLimited) and drafter.depth == 9  # the longest path below
     for _, paths, _ in drafter.rounds[:2]:
-        assert [len(path) for path in paths] == [3, 4, 5, 6, 7, 8, 9]  # level 0 up to the column, and three levels
-        assert len({path[0] for path in paths[1:]}) == 1  # they share level 0
+        assert [len(path) for path in paths] == [3, 4, 5, 6, 7, 8, 9]  # level 0 up to the column, and three more levels
+        assert len({path[0] for path in paths[1:]}) == 1  # all share level 0
     assert_predicted(target, drafter.rounds[:3])
 
 
 @pytest.mark.parametrize("wrapped", ["batch", "per sequence", "all at once"])
-def test_columns_go_on_in_drafts_with_others(target, prompts, wrapped):
-    """In a union of trees, the columns are found although its nodes have other numbers. The window of a sequence for
-    which another drafter drafts does not move."""
+def test_columns_grow_in_drafts_shared_with_other_drafters(target, prompts, wrapped):
+    """A union of trees renumbers the nodes of the window. The window does not move where another drafter drafts."""
     drafter = Watched(columns=3)
     whole = {
         "batch": drafter,
@@ -78,7 +77,7 @@ def test_columns_go_on_in_drafts_with_others(target, prompts, wrapped):
 
 
 def play(window, ids, token_at, rounds):
-    """Decode a text of which the target knows the token at every position. Returns the number of tokens per round."""
+    """Decode a text with a known token per position; return the number of tokens gained per round."""
     gained = []
     for _ in range(rounds):
         window.read(ids)
@@ -100,27 +99,27 @@ def numbers(position):
     return (position * 7919 + 13) % 1009
 
 
-def test_trajectories_are_n_grams_to_come():
-    """After as many rounds as a column has levels, its n-gram is the text at its place, and is drafted there."""
+def test_a_full_column_holds_the_n_gram_of_its_position():
+    """After as many rounds as a column has levels, its n-gram is right and is drafted at its position."""
     assert play(Window(4, 7, 7), [3, 800, 41, 977, 500, 12], numbers, 12) == [1, 1, 1, 4, 1, 4, 1, 1, 1, 4, 1, 4]
 
 
-def test_without_the_target_s_predictions_nothing_is_right(monkeypatch):
+def test_without_target_predictions_nothing_is_accepted(monkeypatch):
     monkeypatch.setattr(Window, "go_on", lambda self, predicted: None)
     assert set(play(Window(4, 7, 7), [3, 800, 41, 977, 500, 12], numbers, 12)) == {1}
 
 
 @pytest.mark.parametrize(("room", "budget", "columns"), [(50, 62, 7), (5, 62, 3), (50, 30, 3), (50, 7, 1), (2, 62, 0)])
-def test_drafts_fit(room, budget, columns):
+def test_drafts_fit_the_room_and_the_budget(room, budget, columns):
     window = Window(4, 7, 7)
     ids = [i % 5 for i in range(40)] + [2, 2, 4, 1] * 3 + [3]
     window.read(ids)
     tokens, parents = window.draft(3, room, budget, chain=False)
     depths, _ = topology(parents)
     assert len(tokens) == len(parents) <= budget and max(depths) <= room
-    assert len({*zip(parents, tokens, strict=True)}) == len(tokens)  # no path twice
+    assert len({*zip(parents, tokens, strict=True)}) == len(tokens)  # no duplicate path
     assert len(window.asked) == columns == len(window.ends(tokens, parents))
-    assert tokens[: min(room, 4)] == [4, 2, 2, 4][:room] and not window.asked  # the newest n-gram first
+    assert tokens[: min(room, 4)] == [4, 2, 2, 4][:room] and not window.asked  # the newest n-gram comes first
 
 
 def test_the_pool_keeps_the_newest_n_grams():
@@ -131,8 +130,8 @@ def test_the_pool_keeps_the_newest_n_grams():
     assert window.newest(5) == []
 
 
-def test_scores_are_the_n_grams_known_before(target, prompts):
-    """The score of a position uses only n-grams that end before it, although the pool already has later n-grams."""
+def test_scores_use_only_earlier_n_grams(target, prompts):
+    """The pool already contains later n-grams, which the score of a position must ignore."""
     drafter, scores = LookaheadDrafter(columns=1, candidates=2), []
 
     def watch(state, draft, verdict):
@@ -155,6 +154,6 @@ def test_scores_are_the_n_grams_known_before(target, prompts):
         assert told[0] == (newest[0] if newest else -1)
 
 
-def test_it_is_no_part_of_a_hybrid():
+def test_lookahead_cannot_be_part_of_a_hybrid():
     with pytest.raises(UsageError, match="lookahead is not a text drafter"):
         hybrid("none+lookahead", NoDraft(), LookaheadDrafter(), Costs((1.0,), 1.0, 1.0))

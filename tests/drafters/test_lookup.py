@@ -1,4 +1,4 @@
-"""Prompt lookup against a search of the whole text in every round."""
+"""Prompt lookup agrees with a search of the whole text in every round."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ TEXT = st.lists(st.integers(0, 3), max_size=40)
 
 
 def searched(ids, count, longest=3, shortest=1):
-    """The specification: scan backwards for the longest n-gram, then copy token by token, running into the copy."""
+    """The specification: find the last occurrence of the longest n-gram, then copy, reading the copied tokens too."""
     for size in range(longest, shortest - 1, -1):
         for end in range(len(ids) - 1, size - 1, -1):
             if ids[end - size : end] == ids[-size:]:
@@ -23,8 +23,8 @@ def searched(ids, count, longest=3, shortest=1):
 
 
 @given(text=TEXT, cuts=st.lists(st.integers(0, 40), max_size=5), count=st.integers(0, 9))
-def test_incremental_index_is_a_search(text, cuts, count):
-    """The text grows by pieces of any size, none included."""
+def test_the_incremental_index_equals_a_search(text, cuts, count):
+    """The text grows by pieces of any size, including empty ones."""
     index = NGramIndex(3, 1)
     for cut in [*sorted(cuts), len(text)]:
         ids = text[:cut]
@@ -32,28 +32,28 @@ def test_incremental_index_is_a_search(text, cuts, count):
         assert index.continuation(ids, count) == (searched(ids, count) if count else [])
 
 
-def test_the_longest_match_wins_and_the_latest_of_them():
+def test_the_latest_longest_match_wins():
     index = NGramIndex(3, 1)
     ids = [1, 2, 3, 7, 1, 2, 3, 8, 3, 9, 1, 2, 3]
     index.extend(ids)
     assert index.continuation(ids, 2) == [8, 3]
 
 
-def test_a_periodic_text_goes_on():
+def test_a_periodic_text_is_continued_periodically():
     index = NGramIndex(3, 1)
     ids = [5, 6, 5, 6, 5]
     index.extend(ids)
     assert index.continuation(ids, 7) == [6, 5, 6, 5, 6, 5, 6]
 
 
-def test_nothing_repeats():
+def test_a_text_without_repetition_has_no_continuation():
     index = NGramIndex(3, 1)
     index.extend([1, 2, 3])
     assert index.continuation([1, 2, 3], 7) == []
 
 
 class Watched(Lookup):
-    """Checks every draft against the specification and the room that is left."""
+    """A drafter that checks every draft against the specification and the remaining room."""
 
     def propose(self, state, budget):
         draft = super().propose(state, budget)
@@ -65,8 +65,8 @@ class Watched(Lookup):
         return draft
 
 
-def test_every_draft_in_a_batch(target, prompts):
-    """Ragged, shrinking, with finished sequences that stay a while."""
+def test_drafts_in_a_batch_equal_a_search(target, prompts):
+    """A ragged, shrinking batch with finished texts that keep their slots for some rounds."""
     repeating = [prompt + prompt[-9:] for prompt in prompts] * 2
     found = decode(
         target, repeating, sampling=GREEDY, max_new_tokens=[20, 3, 9, 14, 6, 20], seeds=[0] * 6, drafter=Watched()

@@ -1,4 +1,4 @@
-"""Adapters on a shared base draft as their merged weights would."""
+"""Adapters on a shared base draft like their merged weights."""
 
 import peft
 import pytest
@@ -19,7 +19,7 @@ SETTINGS = {"rank": 4, "alpha": 8.0}
 
 
 def random_adapter(head, generator, names=FAMILIES["eagle3"].lora_modules, rank=SETTINGS["rank"]):
-    """Tensors of an adapter of `head`, not small."""
+    """Return random adapter tensors for `head`, large enough to change its drafts."""
     tensors = {}
     for name, module in head.named_modules():
         if name.rsplit(".", 1)[-1] in names:
@@ -40,7 +40,7 @@ def head(request, target):
 
 @pytest.fixture
 def place(head, target, tmp_path):
-    """A pool of a base and two adapters."""
+    """Save a base and two adapters, and return their directory."""
     config = eagle3.checkpoint_config(head, target.identity)
     base = checkpoint.save(tmp_path / "base", config=config, tensors=head.state_dict(), info={})
     origin = {"path": "../base", "sha256": checkpoint.weights_digest(base)}
@@ -53,8 +53,8 @@ def place(head, target, tmp_path):
 
 
 @pytest.mark.parametrize("present", [("q", "k", "v"), ("k",), ("q", "v"), ()])
-def test_a_fused_product_takes_the_updates_of_its_parts(present):
-    """Some projections of a fused product are adapted, others not."""
+def test_a_fused_product_applies_the_updates_of_its_parts(present):
+    """An adapter may cover all, some or none of the projections that are fused."""
     generator = torch.Generator().manual_seed(0)
     sizes = {"q": 12, "k": 4, "v": 4}
     weights = {name: torch.randn(rows, 10, generator=generator) for name, rows in sizes.items()}
@@ -69,8 +69,8 @@ def test_a_fused_product_takes_the_updates_of_its_parts(present):
     torch.testing.assert_close(adapted(x), x @ torch.cat(list(merged.values())).T, atol=1e-5, rtol=1e-5)
 
 
-def test_an_adapter_drafts_as_its_merged_weights(place, head, target):
-    """Every product of the head is adapted: logits after `fc`, the layer and the vocabulary head agree."""
+def test_an_adapter_drafts_like_its_merged_weights(place, head, target):
+    """All products are adapted: logits after `fc`, the layer and the vocabulary head agree."""
     adapted = pool.load_drafter(str(place / "a"), target, DraftingRecipe())
     whole = pool.merge_adapter(checkpoint.load(place / "a"))
     merged = eagle3.make_drafter(eagle3.restore(whole.config, whole.tensors), target, DraftingRecipe())
@@ -92,7 +92,7 @@ def run(drafter, taps, tokens):
     return qkv, hidden, drafter.logits(hidden)
 
 
-def test_adapters_of_a_pool_share_their_base(place, target):
+def test_adapters_in_a_pool_share_their_base(place, target):
     bases = {}
     a, b, plain = (pool.load_drafter(str(place / name), target, DraftingRecipe(), bases) for name in ("a", "b", "base"))
     assert [*bases.values()] == [plain]
@@ -103,7 +103,7 @@ def test_adapters_of_a_pool_share_their_base(place, target):
     assert a.qkv.base is plain.qkv
 
 
-def test_the_base_is_found_beside_a_moved_adapter_and_never_mistaken(place, target):
+def test_a_base_moves_with_its_adapter_and_is_checked_by_hash(place, target):
     (place / "elsewhere").mkdir()
     for name in ("a", "base"):
         (place / name).rename(place / "elsewhere" / name)
@@ -118,8 +118,8 @@ def test_the_base_is_found_beside_a_moved_adapter_and_never_mistaken(place, targ
 
 
 @pytest.mark.parametrize("modules", [None, ["q_proj", "fc"]])
-def test_peft_reads_an_adapter(place, head, target, modules):
-    """On the base's module, it makes the weights that `merge` makes."""
+def test_peft_loads_an_adapter(place, head, target, modules):
+    """Merging with PEFT gives the same weights as `merge_adapter`."""
     names = modules or FAMILIES["eagle3"].lora_modules
     tensors = random_adapter(head, torch.Generator().manual_seed(5), names)
     config = checkpoint.load(place / "a").config
@@ -143,8 +143,8 @@ def test_unknown_projections_are_refused(head):
 
 
 @pytest.mark.parametrize("name", ["eagle", "hydra"])
-def test_other_families_take_adapters(target, prompts, name):
-    """Every adaptable projection of the module is one that the drafter updates: drafts score as the merged weights'."""
+def test_eagle_and_hydra_take_adapters(target, prompts, name):
+    """The drafter applies every adaptable projection: it scores like the merged weights."""
     family = pool.load_family(name)
     torch.manual_seed(0)
     module = family.build(TrainRecipe(arch=name), target, lambda size: list(range(size)))

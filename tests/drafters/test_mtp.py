@@ -1,4 +1,4 @@
-"""A target's own MTP layer: read from its files, computed as engines do, drafting and training with one arithmetic."""
+"""MTP layers of targets: loaded from their files, with the arithmetic of engines, in drafting and in training."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def kind(request):
 
 @pytest.fixture(scope="module")
 def native(kind, tiny_directory, tmp_path_factory):
-    """The directory of a tiny target with an MTP layer, that target, and the layer as a module."""
+    """Return the directory of a tiny target with an MTP layer, the target, and the layer as a head."""
     model, layout, options = KINDS[kind]
     place = toys.write(
         tmp_path_factory.mktemp("native"), layout, tiny_directory(model), shards=kind == "qwen", **options
@@ -65,7 +65,7 @@ def norm(x, weight, eps):
 
 
 def rotated(x, positions, theta):
-    """[n, heads, D], as engines rotate (neox)."""
+    """Apply neox rotary embedding to [n, heads, D]."""
     half = x.shape[-1] // 2
     angle = positions[:, None, None] * theta ** (-torch.arange(half) / half)
     low, high = x.split(half, -1)
@@ -73,10 +73,10 @@ def rotated(x, positions, theta):
 
 
 def engine(place, target, layout, ids, following, *, before_norm):
-    """Logits of an engine's draft steps behind `ids`, fed `following`; from the names in the target's files alone.
+    """Compute an engine's draft logits after `ids`, fed `following`, from the tensors in the target's files alone.
 
-    Written from vLLM's mimo_mtp.py (`layout` mimo) and qwen3_next_mtp.py: positions are those of the states, the first
-    pass runs over the whole text, each later one over one token, and is fed the output of the one before it.
+    Written after vLLM's mimo_mtp.py (`layout` mimo) and qwen3_next_mtp.py: a token is placed at the position of its
+    state. The first pass runs over the whole text; each later pass runs over one token and reads the previous output.
     """
     config = json.loads((Path(place) / "config.json").read_text())
     files = [load_file(file) for file in Path(place).glob("*.safetensors")]
@@ -132,7 +132,7 @@ def engine(place, target, layout, ids, following, *, before_norm):
 
 
 def states_of(place, ids, before_norm):
-    """The target's last states by `transformers`, before its final norm or behind it."""
+    """Return the target's last states computed by `transformers`, before or after its final norm."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
@@ -143,9 +143,9 @@ def states_of(place, ids, before_norm):
     return kept[0 if before_norm else 1][0]
 
 
-def test_every_draft_step_is_the_engines(kind, native, examples):
-    """Catches halves of the projection in the wrong order, a forgotten norm or bias, a position that is off, the state
-    on the wrong side of the final norm, and an embedding at position 0 that should be zero."""
+def test_draft_steps_equal_those_of_engines(kind, native, examples):
+    """Catches swapped halves of the projection, an omitted norm or bias, a wrong position, a state from the wrong side
+    of the final norm, and a nonzero embedding at position 0."""
     place, target, head = native
     drafter = MtpDrafter(head, target, CHAIN)
     for example in examples:
@@ -161,8 +161,8 @@ def test_every_draft_step_is_the_engines(kind, native, examples):
         assert (found[0] - found[1]).abs().max() > 0.1
 
 
-def test_the_other_side_of_the_norm_is_told_apart(native, kind, examples):
-    """Negative control of the above."""
+def test_states_from_the_other_side_of_the_norm_change_the_logits(native, kind, examples):
+    """Negative control of the previous test."""
     place, target, head = native
     committed = examples[0].tokens[: examples[0].prompt_length + 2]
     first = forced(MtpDrafter(head, target, CHAIN), target, committed, examples[0].tokens[len(committed) :])[0]
@@ -170,7 +170,7 @@ def test_the_other_side_of_the_norm_is_told_apart(native, kind, examples):
     assert (first - other).abs().max() > 0.05
 
 
-def test_every_step_of_training_equals_drafting(native, examples):
+def test_training_logits_equal_drafting_logits_at_every_step(native, examples):
     _, target, head = native
     seen = training_logits(head, target, examples)
     drafter = MtpDrafter(head, target, CHAIN)
@@ -183,8 +183,8 @@ def test_every_step_of_training_equals_drafting(native, examples):
         offset += example.response_length - 1
 
 
-def test_score_is_what_was_drafted(native, examples):
-    """At every committed position and depth, as `select` and `online` ask for it."""
+def test_score_equals_training(native, examples):
+    """Compare every committed position and depth, as `select` and `online` request them."""
     _, target, head = native
     seen = training_logits(head, target, examples[1:])
     compared = 0
@@ -206,15 +206,15 @@ def test_lossless_in_ragged_batches(native, prompts, shape):
     assert plain == [one.output_ids for one in decode(target, prompts, seeds=[0] * 3, drafter=drafter, **fixed)]
 
 
-def test_a_text_that_begins_with_its_draft(native):
-    """A prompt of one token: slot 0 is the first that a round fills, and the first that drafts."""
+def test_drafting_after_a_one_token_prompt_is_lossless(native):
+    """Slot 0 is then the first slot that a round fills, and the first that drafts."""
     _, target, head = native
     drafter, fixed = MtpDrafter(head, target, CHAIN), dict(sampling=GREEDY, max_new_tokens=12, seeds=[0])
     plain = decode(target, [[7]], **fixed)[0].output_ids
     assert decode(target, [[7]], drafter=drafter, **fixed)[0].output_ids == plain
 
 
-def test_checkpointed_layers_have_the_same_gradients(native, examples):
+def test_gradient_checkpointing_changes_no_loss_or_gradient(native, examples):
     from specctl.training.features import FeatureStore, slot_batch
 
     _, target, head = native
@@ -230,7 +230,7 @@ def test_checkpointed_layers_have_the_same_gradients(native, examples):
     assert kept < more and gradients.keys() >= {"fc.weight", "norm.weight", "layer.self_attn.q_proj.weight"}
 
 
-def test_a_checkpoint_holds_the_layer(native, tmp_path):
+def test_a_checkpoint_restores_the_layer(native, tmp_path):
     _, target, head = native
     back = mtp.FAMILY.restore(
         mtp.FAMILY.checkpoint_config(head, target.identity), mtp.FAMILY.stored_state(head.state_dict())
@@ -239,8 +239,7 @@ def test_a_checkpoint_holds_the_layer(native, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(back.state_dict().values(), head.state_dict().values(), strict=True))
 
 
-def test_names_there_and_back(native, kind):
-    """Whatever is trained goes back under the names it came from."""
+def test_tensors_convert_to_target_names_unchanged(native, kind):
     place, _, head = native
     held = layouts.find(place)
     written = layouts.to_target_names(layouts.LAYOUTS[head.config.layout], head.state_dict())
@@ -249,8 +248,8 @@ def test_names_there_and_back(native, kind):
         assert torch.equal(tensor, load_file(held.files[name])[name].float()), name
 
 
-def test_what_it_takes_where_nothing_is_named():
-    """FastMTP's: three steps, weights 0.6^k; a recipe that names others has them, and another family its own."""
+def test_mtp_has_the_training_defaults_of_fastmtp():
+    """Three steps with weights 0.6^k. Values set in a recipe win, and other families keep their own defaults."""
     recipe = TrainRecipe(arch="mtp")
     assert (recipe.ttt_steps, recipe.ttt_decay, recipe.resolved_objective) == (3, 0.6, "soft_ce")
     assert TrainRecipe(arch="mtp", ttt_steps=5).ttt_steps == 5
@@ -260,7 +259,7 @@ def test_what_it_takes_where_nothing_is_named():
 
 
 def rewritten(place, to, change):
-    """A copy of a directory whose tensors are changed."""
+    """Copy a directory with its tensors changed."""
     import shutil
 
     shutil.copytree(place, to)
@@ -289,7 +288,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_it_cannot_be_is_refused_by_name(what, tiny_directory, tmp_path):
+def test_unsupported_mtp_layers_are_refused_by_name(what, tiny_directory, tmp_path):
     place = toys.write(tmp_path / "whole", "qwen", tiny_directory("llama"))
     target = load_target(place, device="cpu", dtype="fp32")
     built(target, place)
@@ -299,13 +298,13 @@ def test_what_it_cannot_be_is_refused_by_name(what, tiny_directory, tmp_path):
     assert what in caught.value.message and str(broken) in caught.value.message
 
 
-def test_other_sizes_than_its_own_are_refused(tiny_directory, tmp_path):
+def test_sizes_in_the_recipe_are_refused(tiny_directory, tmp_path):
     place = toys.write(tmp_path / "whole", "qwen", tiny_directory("llama"))
     with pytest.raises(RecipeError, match="determines its sizes"):
         built(load_target(place, device="cpu", dtype="fp32"), place, num_heads=2)
 
 
-def test_a_scaled_rotation_is_refused(tiny_directory, tmp_path):
+def test_scaled_rope_is_refused(tiny_directory, tmp_path):
     place = toys.write(tmp_path / "scaled", "qwen", tiny_directory("llama3-rope"))
     with pytest.raises(CheckpointError, match="scaled or partial RoPE \\(llama3\\)"):
         layouts.check(TargetRecipe(name=place))

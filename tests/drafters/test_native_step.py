@@ -1,4 +1,4 @@
-"""A head's layer and candidates in C++: what PyTorch computes, up to what int8 weights and bf16 sums lose."""
+"""The C++ layer step and candidate search agree with PyTorch, up to int8 and bf16 rounding."""
 
 import functools
 
@@ -50,7 +50,7 @@ BUILT = {
 
 @pytest.fixture(params=BUILT)
 def three(request, targets):
-    """The drafter in bf16 in C++ and in PyTorch, and in fp32."""
+    """Return the bf16 drafter with C++, the bf16 drafter with PyTorch alone, and the fp32 drafter."""
     build, family = BUILT[request.param]
     head = build(targets[1]).to(torch.bfloat16).float()
     made = [family.make_drafter(head, target, DraftingRecipe()) for target in (targets[0], *targets)]
@@ -59,14 +59,14 @@ def three(request, targets):
 
 
 def without(drafter):
-    """The drafter without its C++ step."""
+    """Disable the C++ step of a drafter."""
     layers = [drafter, *drafter.upper]
     drafter._native = tuple(getattr(layer, name) for layer in layers for name in PRODUCTS), None
     drafter.head.int8 = None
 
 
-def test_it_is_as_exact_as_pytorch(three, targets, prompts):
-    """One forward reads a prompt; the logits of four drafting steps after it are compared."""
+def test_the_cpp_step_is_as_exact_as_pytorch(three, targets, prompts):
+    """Compare the logits of four drafting steps after one forward pass over a prompt."""
     committed = decode(targets[1], [prompts[0]], sampling=GREEDY, max_new_tokens=7, seeds=[0])[0]
     text = committed.prompt_ids + committed.output_ids
     text, following = text[:-6], text[-6:]
@@ -86,7 +86,7 @@ HOW = {"sampling": GREEDY, "max_new_tokens": 30, "seeds": [0] * 3}
 
 @pytest.fixture(scope="module")
 def plain(targets, prompts):
-    """`plain(slots)`: what plain decoding writes, so many texts at once."""
+    """Return `plain(slots)`, which gives the outputs of plain decoding with that many texts at once."""
     return functools.cache(lambda slots: [one.output_ids for one in decode(targets[0], prompts, slots=slots, **HOW)])
 
 
@@ -104,8 +104,8 @@ SHAPES = {"chains": (SHAPE, 3), "trees": (TREE, 3), "a tree": (TREE, 1)}
     ],
     indirect=["three"],
 )
-def test_drafts_are_the_same_but_for_near_ties(three, targets, prompts, plain, shape, slots):
-    """Trees, several texts, a cache that grows: as many tokens per round as PyTorch's drafts have."""
+def test_the_cpp_step_accepts_as_many_tokens_as_pytorch(three, targets, prompts, plain, shape, slots):
+    """Trees, several texts and a growing cache; drafts may differ in near ties only."""
     found = []
     for drafter in three[:2]:
         drafter.shape = shape
@@ -118,7 +118,7 @@ def test_drafts_are_the_same_but_for_near_ties(three, targets, prompts, plain, s
 
 @pytest.mark.parametrize("outputs", [16, 33, 2047])
 @pytest.mark.parametrize("int8", [False, True])
-def test_candidates_are_those_of_the_logits(outputs, int8):
+def test_candidates_equal_the_top_k_of_the_logits(outputs, int8):
     generator = torch.Generator().manual_seed(outputs)
     weight, x = (torch.randn(n, 96, generator=generator).bfloat16() for n in (outputs, 13))
     bias = torch.randn(outputs, generator=generator).bfloat16()
@@ -132,8 +132,7 @@ def test_candidates_are_those_of_the_logits(outputs, int8):
             torch.testing.assert_close(gains, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_candidates_of_ties_and_nan():
-    """Of equal logits the first; NaN is never one, and changes no other."""
+def test_candidates_break_ties_by_index_and_skip_nan():
     weight = torch.ones(40, 16).bfloat16()
     weight[[3, 20, 39]] = 2
     bias = torch.zeros(40)
@@ -146,8 +145,7 @@ def test_candidates_of_ties_and_nan():
     torch.testing.assert_close(gains[0, 0], sound.log_softmax(0)[3], atol=1e-5, rtol=0)
 
 
-def test_what_it_cannot_compute_is_left_to_pytorch(targets, prompts):
-    """Low-rank updates, and windows shorter than the text."""
+def test_adapters_and_short_windows_use_pytorch(targets, prompts):
     target = targets[0]
     head = eagle31(target, sliding_window=64)
     drafter = Eagle3Drafter(head, target, SHAPE)
@@ -159,7 +157,7 @@ def test_what_it_cannot_compute_is_left_to_pytorch(targets, prompts):
 
 
 def ran_in_cpp(target, drafter, prompt):
-    """Whether the layer ran in C++ while a text was decoded, which is the target's own."""
+    """Return whether the layer ran in C++ in each step; also check that the text is the target's."""
     steps, step = [], drafter._step
 
     def spy(cache, plan):

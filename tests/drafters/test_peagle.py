@@ -1,4 +1,4 @@
-"""P-EAGLE heads: the rows that train are those that draft and are scored, in a batch of any texts."""
+"""P-EAGLE heads compute the same rows in training, drafting and scoring, alone and in a batch."""
 
 from itertools import pairwise
 
@@ -30,7 +30,10 @@ KINDS = {
 
 
 def peagle_head(target, depths=DEPTHS, **sizes):
-    """A random head whose parts all count: the stand-in for tapped states starts as nothing."""
+    """Return a random head in which every part affects the logits.
+
+    The mask state that replaces tapped states starts at zero, so it gets a random offset.
+    """
     torch.manual_seed(1)
     recipe = TrainRecipe(arch="peagle", ttt_steps=depths, drafter=sizes)
     shape = peagle.architecture(recipe.drafter, target, recipe.ttt_steps)
@@ -53,7 +56,7 @@ def training_batch(head, target, examples, phase=0):
 
 
 def training_logits(head, target, examples):
-    """Of every depth, {response slot: logits [Vd]}."""
+    """Return {response slot: logits [Vd]} for each depth."""
     batch = training_batch(head, target, examples)
     with recorded_logits(head) as seen, torch.no_grad():
         head(batch, target.model.embedding, target.head_weight[head.draft_ids])
@@ -63,7 +66,7 @@ def training_logits(head, target, examples):
 
 
 class Watched(PEagleDrafter):
-    """Keeps the rows that every draft was chosen from, with the tokens before them."""
+    """A drafter that records the logits of every draft with the text before it."""
 
     def propose(self, state, budget):
         draft = super().propose(state, budget)
@@ -80,8 +83,8 @@ def watched(head, target, shape=CHAIN):
     return drafter
 
 
-def test_rows_of_training_equal_those_of_drafting(target, head, examples):
-    """Catches an off-by-one in layers, tokens, positions or anchors, and a row that sees what it may not."""
+def test_training_logits_equal_drafting_logits(target, head, examples):
+    """Catches an off-by-one in layers, tokens, positions or anchors, and attention to a masked row."""
     seen = training_logits(head, target, examples)
     offset = compared = 0
     for example in examples:
@@ -90,7 +93,7 @@ def test_rows_of_training_equal_those_of_drafting(target, head, examples):
         decode(target, [prompt], sampling=GREEDY, max_new_tokens=example.response_length, seeds=[0], drafter=drafter)
         for ids, rows in drafter.seen:
             slot = offset + len(ids) - 1 - example.prompt_length
-            for depth, logits in enumerate(rows):  # no row has seen a drafted token, so all may be compared
+            for depth, logits in enumerate(rows):  # rows do not read drafted tokens, so all can be compared
                 if slot in seen[depth]:
                     torch.testing.assert_close(logits, seen[depth][slot], atol=1e-4, rtol=1e-4)
                     compared += depth > 0
@@ -98,8 +101,8 @@ def test_rows_of_training_equal_those_of_drafting(target, head, examples):
     assert compared > 15
 
 
-def test_a_row_is_that_of_the_published_arithmetic(target, head, examples):
-    """An independent forward of one draft, with a mask over all its rows, as vLLM and speculators define it."""
+def test_training_logits_equal_an_independent_forward(target, head, examples):
+    """One draft computed with an explicit mask over all its rows, as vLLM and speculators define it."""
     seen = training_logits(head, target, examples)
     example, config, first = examples[0], head.config, head.midlayer
     features = FeatureStore(target, head.taps).get([example])[0].taps.float()
@@ -137,8 +140,8 @@ def test_a_row_is_that_of_the_published_arithmetic(target, head, examples):
     assert compared >= 2
 
 
-def test_scores_are_what_was_drafted(target, head, prompts):
-    """Of every depth, in a batch, after drafts that were partly accepted."""
+def test_scores_equal_drafts(target, head, prompts):
+    """Every depth, in a batch, after partly accepted drafts."""
 
     class Scored(Watched):
         def propose(self, state, budget):
@@ -165,8 +168,8 @@ def test_scores_are_what_was_drafted(target, head, prompts):
     assert compared > 10
 
 
-def test_depths_are_trained_by_nested_shares_of_the_anchors(target, head, examples):
-    """COD: a rollout that ends early leaves no gap, and other steps train other anchors."""
+def test_each_depth_trains_a_nested_share_of_the_anchors(target, head, examples):
+    """COD: a rollout has no gaps, and other steps train other anchors."""
     batch = training_batch(head, target, examples)
     asked = Rollouts(batch, head.shares()[1:], [batch.layout] * head.steps).trained_slots
     assert [len(asked[0]), head.shares()[:3]] == [21, [1.0, 0.7, pytest.approx(0.49)]]
@@ -184,7 +187,7 @@ def test_depths_are_trained_by_nested_shares_of_the_anchors(target, head, exampl
     assert len(asked[-1]) < len(deepest) >= 15
 
 
-def test_gradient_checkpointing_changes_no_number(target, head, examples):
+def test_gradient_checkpointing_changes_no_loss_or_gradient(target, head, examples):
     batch = training_batch(head, target, examples)
     found = []
     for on in (False, True):
@@ -200,7 +203,7 @@ def test_gradient_checkpointing_changes_no_number(target, head, examples):
     assert all(float(grad.abs().sum()) > 0 for grad in found[0])
 
 
-def test_a_text_is_drafted_alike_in_any_batch(target, head, prompts):
+def test_drafts_in_a_batch_equal_drafts_of_each_text_alone(target, head, prompts):
     texts = [prompts[0], prompts[1], prompts[2]]
     alone = []
     for i, text in enumerate(texts):
@@ -219,8 +222,8 @@ def test_a_text_is_drafted_alike_in_any_batch(target, head, prompts):
     assert compared > 10
 
 
-def test_sinks_are_read_without_the_rest(target, head, prompts):
-    """Rows of masks behind a sink are written where nothing is ever read again."""
+def test_skipped_catch_up_tokens_leave_finite_logits(target, head, prompts):
+    """With a catch-up window, the mask rows of earlier drafts lie in cache slots that are never read."""
     text = (prompts[0] * 6)[:120]
     options = dict(sampling=GREEDY, max_new_tokens=6, seeds=[0])
     plain = decode(target, [text], **options)[0]

@@ -1,4 +1,4 @@
-"""Drafters by name, by directory and by pool; what cannot be used is an error that says what would be right."""
+"""Loading drafters by name, directory and pool; an unusable drafter gives an error with a hint."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ from tests.toys import mtp as toys
 
 @pytest.fixture(scope="module")
 def target(builtin_target):
-    """The whole built-in target, which ends its texts by itself and has ten layers."""
+    """The whole built-in target: ten layers, and it emits end-of-text."""
     return builtin_target
 
 
@@ -31,7 +31,7 @@ DRAFTING = DraftingRecipe()
 
 
 def write(place, for_target, **changed):
-    """A small `lm` drafter whose config differs in the given keys."""
+    """Save a small `lm` drafter with the given config keys changed."""
     torch.manual_seed(0)
     model = LM(LlamaForCausalLM(architecture(DrafterRecipe(preset="tiny", num_layers=1), for_target)))
     return checkpoint.save(
@@ -42,7 +42,7 @@ def write(place, for_target, **changed):
     )
 
 
-def test_by_name(target):
+def test_drafters_load_by_name(target):
     assert isinstance(load_drafter("none", target, DRAFTING), NoDraft)
     lookup = load_drafter("lookup", target, DraftingRecipe(depth=4))
     assert isinstance(lookup, Lookup) and lookup.depth == 4
@@ -50,19 +50,19 @@ def test_by_name(target):
     assert isinstance(suffix, Suffix) and (suffix.depth, suffix.nodes, suffix.children) == (4, 5, 2)
 
 
-def test_names_are_checked_without_torch():
-    """The command line does so before it loads anything."""
+def test_checking_names_does_not_import_torch():
+    """The command line checks names before it loads anything."""
     code = "import sys, specctl.families; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_by_directory(target, tmp_path):
+def test_drafters_load_from_a_directory(target, tmp_path):
     drafter = load_drafter(str(write(tmp_path / "d", target)), target, DraftingRecipe(depth=3))
     assert isinstance(drafter, lm.LMDrafter) and drafter.shape.depth == 3
 
 
-def test_only_language_models_sample_their_proposals(target, tmp_path, capsys):
-    """A head ignored the option without a word."""
+def test_sampled_proposals_of_a_head_are_warned_about(target, tmp_path, capsys):
+    """Heads used to ignore the option silently."""
     sampled = DraftingRecipe(proposal="sampled")
     load_drafter(str(write(tmp_path / "lm", target)), target, sampled)
     assert "sampled" not in capsys.readouterr().err
@@ -77,27 +77,27 @@ def test_only_language_models_sample_their_proposals(target, tmp_path, capsys):
     assert "drafting.proposal=sampled is for family lm" in capsys.readouterr().err
 
 
-def test_unknown_name(target):
+def test_an_unknown_name_is_refused_with_a_suggestion(target):
     with pytest.raises(CheckpointError, match="no drafter 'lokup'") as error:
         load_drafter("lokup", target, DRAFTING)
     assert "lookup" in error.value.hint
 
 
-def test_unknown_family(target, tmp_path):
-    """The family is data: it selects from a table and is never imported by name."""
+def test_an_unknown_family_is_refused(target, tmp_path):
+    """The family is looked up in a table and never imported by name."""
     write(tmp_path / "d", target, family="os")
     with pytest.raises(CheckpointError, match="family 'os'") as error:
         load_drafter(str(tmp_path / "d"), target, DRAFTING)
     assert all(family in error.value.hint for family in FAMILIES)
 
 
-def test_another_target(target, tmp_path):
+def test_a_drafter_of_another_target_is_refused(target, tmp_path):
     write(tmp_path / "d", target, target={**target.identity, "name": "llama", "vocab_hash": "0" * 16})
     with pytest.raises(CheckpointError, match="made for llama, but target builtin"):
         load_drafter(str(tmp_path / "d"), target, DRAFTING)
 
 
-def test_an_architecture_that_its_weights_do_not_have(target, tmp_path):
+def test_weights_that_do_not_match_the_architecture_are_refused(target, tmp_path):
     sizes = {"hidden_size": 64, "vocab_size": target.vocab_size}
     write(tmp_path / "d", target, architecture={"model_type": "llama", **sizes})
     with pytest.raises(CheckpointError, match="do not match"):
@@ -111,11 +111,11 @@ def pool(target, tmp_path):
     return tmp_path / "pool"
 
 
-def test_pool(pool):
+def test_find_pool_lists_saved_drafters_only(pool):
     (pool / ".sql.1-ab.tmp").mkdir()
     (pool / ".sql.1-ab.tmp" / "manifest.json").write_text("{}")  # a save in progress
-    (pool / "sql.checkpoints" / "step-00000020").mkdir(parents=True)
-    (pool / "sql.checkpoints" / "step-00000020" / "manifest.json").write_text("{}")  # training's, kept for --resume
+    (pool / "sql.checkpoints" / "step-00000020").mkdir(parents=True)  # kept for --resume
+    (pool / "sql.checkpoints" / "step-00000020" / "manifest.json").write_text("{}")
     (pool / "notes").mkdir()
     assert find_pool(pool) == [pool / "deep" / "er" / "code", pool / "math", pool / "sql"]
 
@@ -133,12 +133,12 @@ def test_domains_of_a_drafter(tmp_path, target):
         domains_of(str(tmp_path / "one"))
 
 
-def test_a_drafter_is_a_pool_of_one(pool):
+def test_a_single_drafter_is_a_pool_of_one(pool):
     assert find_pool(pool / "sql") == [pool / "sql"]
 
 
-def test_a_damaged_member_is_listed_and_fails_by_name(pool, target):
-    """Leaving it out would silently measure another pool."""
+def test_a_damaged_member_is_listed_and_fails_when_loaded(pool, target):
+    """Skipping it would silently measure a smaller pool."""
     (pool / "sql" / "manifest.json").unlink()
     assert pool / "sql" in find_pool(pool)
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
@@ -146,17 +146,17 @@ def test_a_damaged_member_is_listed_and_fails_by_name(pool, target):
 
 
 def test_a_link_to_a_drafter_is_a_member(pool, tmp_path, target):
-    """A pool made of links to ./drafters was refused, with `PosixPath('…')` in the message."""
+    """A pool made of links used to be refused, with `PosixPath('…')` in the message."""
     write(tmp_path / "elsewhere" / "math", target)
     before = find_pool(pool)
     (pool / "link").symlink_to(tmp_path / "elsewhere" / "math")
     (pool / "loop").symlink_to(pool)
-    (pool / "away").symlink_to(tmp_path / "elsewhere")  # not a drafter itself
+    (pool / "away").symlink_to(tmp_path / "elsewhere")  # its target is not a drafter
     assert find_pool(pool) == sorted([*before, pool / "link"])
     assert load_drafter(str(pool / "link"), target, DRAFTING)
 
 
-def test_names_that_garble_a_report(pool):
+def test_control_characters_in_a_directory_name_are_refused(pool):
     (pool / "a\x1b[2Jb").mkdir()
     with pytest.raises(CheckpointError) as error:
         find_pool(pool)
@@ -164,15 +164,15 @@ def test_names_that_garble_a_report(pool):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("nothing", UsageError), ("empty", CheckpointError)])
-def test_no_pool(tmp_path, name, kind):
+def test_a_missing_or_empty_pool_is_refused(tmp_path, name, kind):
     (tmp_path / "empty").mkdir()
     with pytest.raises(kind) as error:
         find_pool(tmp_path / name)
     assert error.value.hint
 
 
-def test_drafters_that_are_named_by_their_path_are_saved_in_the_pool(tmp_path):
-    """A learnt drafter would be written over the drafter that it started from."""
+def test_drafters_named_by_path_are_saved_inside_the_pool(tmp_path):
+    """Otherwise a learned drafter would overwrite its own starting point."""
     for path, place in (
         ("sql-eagle3+lookup", "sql-eagle3+lookup"),
         ("/pool/a/sql", "pool/a/sql"),

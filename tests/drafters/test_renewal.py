@@ -1,4 +1,4 @@
-"""New weights of a drafter in place."""
+"""Replace the weights of a drafter in place."""
 
 import copy
 
@@ -16,12 +16,12 @@ NAMES = [name for name in toys.EACH if name not in ("plain", "suffix")]
 
 @pytest.fixture
 def plain_products(monkeypatch):
-    """As on a GPU, products read their weights unpacked."""
+    """Leave weights unpacked, as on a GPU."""
     monkeypatch.setattr(linear, "_packed", lambda *_: None)
 
 
 def other(target, name, monkeypatch):
-    """A drafter of the same form with other weights."""
+    """Return a drafter with the same shape and other weights."""
     seed = torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda number: seed(number + 1))
     made = toys.MADE[name](target)
@@ -30,14 +30,14 @@ def other(target, name, monkeypatch):
 
 
 def texts(target, drafter=None, engine=None):
-    """Texts with the number of accepted draft tokens of each."""
+    """Return each text with its number of accepted draft tokens."""
     engine = engine or engine_for(target, drafter)
     found = decode(target, toys.PROMPTS, sampling=toys.HOT, max_new_tokens=30, seeds=[*range(5)], engine=engine)
     return [(one.output_ids, one.accepted) for one in found]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_drafts_are_those_of_the_new_weights(tiny, plain_products, monkeypatch, name):  # noqa: F811
+def test_drafts_use_the_new_weights_and_keep_the_graphs(tiny, plain_products, monkeypatch, name):  # noqa: F811
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     drafter, source = toys.MADE[name](tiny), other(tiny, name, monkeypatch)
     before, after = texts(tiny, drafter), texts(tiny, source)
@@ -50,7 +50,7 @@ def test_drafts_are_those_of_the_new_weights(tiny, plain_products, monkeypatch, 
     assert engine.device is rounds and rounds.tracks, "the graphs were lost"
 
 
-def test_drafters_of_other_sizes_are_refused(tiny, plain_products, monkeypatch):  # noqa: F811
+def test_drafters_with_other_sizes_are_refused(tiny, plain_products, monkeypatch):  # noqa: F811
     drafter, wide = toys.MADE["eagle3 tree"](tiny), toys.eagle3(tiny, toys.SHAPES["tree"], num_heads=8)
     before = copy.deepcopy(drafter.qkv.weight)
     assert not take_weights(drafter, wide) and not take_weights(drafter, toys.MADE["medusa tree"](tiny))

@@ -1,4 +1,4 @@
-"""Rescored drafts: a lattice of independent heads, ordered by the n-grams of a datastore."""
+"""Rescored drafts: candidates of independent heads, reordered by the n-grams of a datastore."""
 
 import itertools
 
@@ -22,14 +22,14 @@ TOKENS = [[5, 2], [6, 3], [7, 9]]
 
 
 def conditional(ids, depth):
-    """Probability of each candidate of a depth after a text, from the counts of the store."""
+    """Return the probability of each candidate at a depth after a text, from the counts of the store."""
     seen = {found.token: found.probability for found in STORE.find(ids, 1).followers(64)}
     scores = [p * max(seen.get(t, 0.0), UNSEEN) ** EXPONENT for p, t in zip(ODDS[depth], TOKENS[depth], strict=True)]
     return {t: score * sum(ODDS[depth]) / sum(scores) for t, score in zip(TOKENS[depth], scores, strict=True)}
 
 
-def test_a_draft_has_the_best_paths_of_both_models():
-    """Against all paths of the lattice. The heads prefer 5, 6, 7; after 1 the store prefers 2, 3, 9."""
+def test_a_draft_has_the_best_paths_under_both_models():
+    """Compare with all paths of the lattice. The heads prefer 5, 6, 7; after 1, the store prefers 2, 3, 9."""
     found = grow([LatticePosition(STORE, ODDS, TOKENS, [0, 1])], TextTreeShape(3, 7, 2))
     joint = {(): 1.0}
     for depth in range(3):
@@ -43,12 +43,12 @@ def test_a_draft_has_the_best_paths_of_both_models():
     assert paths[0] == (2,) and (2, 3, 9) in paths
 
 
-def test_one_child_makes_a_chain():
+def test_one_child_per_node_makes_a_chain():
     found = grow([LatticePosition(STORE, ODDS, TOKENS, [0, 1])], TextTreeShape(3, 7, 1))
     assert (found.tokens, found.parents) == ([2, 3, 9], [-1, 0, 1])
 
 
-def test_a_store_that_knows_nothing_leaves_the_heads_alone():
+def test_an_unknown_context_keeps_the_head_probabilities():
     followers = LatticePosition(STORE, ODDS, TOKENS, [77]).followers(2)
     assert [(one.token, round(one.probability, 9)) for one in followers] == [(5, 0.5), (2, 0.4)]
 
@@ -75,9 +75,8 @@ def test_the_lattice_holds_the_candidates_of_every_head(target, prompts, head):
     assert seen[0] == (1, head.shape.depth, 5)
 
 
-def test_a_store_of_the_text_corrects_the_heads(target, prompts, head):
-    """Untrained heads say one token at all depths. With the text in the store, its tokens lead wherever a head has
-    them among its candidates."""
+def test_a_store_with_the_text_corrects_the_heads(target, prompts, head):
+    """Untrained heads predict one token at all depths; the store moves tokens of the text to the front."""
     options = {"sampling": GREEDY, "max_new_tokens": 24, "seeds": [0] * len(prompts)}
     texts = whole(decode(target, prompts, **options))
     alone = decode(target, prompts, drafter=head, **options)
@@ -109,7 +108,7 @@ def test_scores_are_the_first_level_of_a_draft(target, prompts, head):
 
 
 @pytest.mark.parametrize("parts", ["no head", "no store", "lookup"])
-def test_other_drafters_are_refused(head, parts):
+def test_unsuitable_parts_are_refused(head, parts):
     store = Suffix(corpus=STORE)
     given = {"no head": (NoDraft(), store), "no store": (head, Suffix()), "lookup": (head, Lookup())}[parts]
     with pytest.raises(UsageError, match=r"a\+b: drafting.rescore needs a medusa head and a datastore"):

@@ -1,4 +1,4 @@
-"""Heads of one shape that are scored as one say what each of them says."""
+"""Heads of one shape, stacked and scored in one forward, give the scores of each head alone."""
 
 import copy
 
@@ -34,7 +34,7 @@ def eagle3_head(target, seed, vocabulary=512):
 
 
 def disturbed(head):
-    """Norms start at 1: one head's taken for another's would not show."""
+    """Add noise to all parameters. Norms start at 1, so a mix-up between heads would go unnoticed."""
     for parameter in head.parameters():
         parameter.data += 0.1 * parameter.std(correction=0).clamp_min(0.3) * torch.randn_like(parameter)
     return head
@@ -56,9 +56,11 @@ def mtp_drafter(target, seed):
 
 @pytest.mark.parametrize("dtype,tolerance", [("fp32", 1e-4), ("bf16", 0.12)])
 @pytest.mark.parametrize("make", [eagle3_drafter, eagle_drafter, mtp_drafter])
-def test_stacked_is_one_by_one(target, prompts, make, dtype, tolerance, monkeypatch):
-    """In a ragged batch with an empty span, more than once, while heads are at different places of the text; and the
-    heads, whose weights are views now, still say the same. bf16 as on a GPU, unpacked."""
+def test_stacked_scores_equal_scores_of_each_head(target, prompts, make, dtype, tolerance, monkeypatch):
+    """A ragged batch with an empty span, scored repeatedly, with heads that have read different lengths.
+
+    The weights of the single heads become views of the stack and must still work. bf16 runs unpacked, as on a GPU.
+    """
     monkeypatch.setattr(linear, "_packed", lambda *_: None)
     target = target if dtype == "fp32" else load_target("builtin", device="cpu", dtype=dtype)
     apart = [make(target, seed) for seed in range(3)]
@@ -83,11 +85,11 @@ def test_stacked_is_one_by_one(target, prompts, make, dtype, tolerance, monkeypa
 
     decode(target, prompts, sampling=GREEDY, max_new_tokens=3, seeds=[0] * 3, taps=apart[0].taps, on_round=ask)
     some = [logits for logits in compared if logits.shape[1]]
-    assert len(some) >= 24 and (some[0] - some[2]).abs().max() > 10 * tolerance  # head 1 is not head 0
+    assert len(some) >= 24 and (some[0] - some[2]).abs().max() > 10 * tolerance  # negative control: the heads differ
 
 
-def test_who_is_scored_together(target):
-    """Heads of one shape on a GPU; an adapter with its base; not what is no head."""
+def test_scoring_groups_hold_heads_of_one_shape_or_one_base(target):
+    """On a GPU, equal shapes are stacked. Adapters are grouped with their base. Other drafters stay alone."""
     heads = [eagle3_drafter(target, 0), eagle3_drafter(target, 1), eagle3_drafter(target, 2, vocabulary=256)]
     pool = [Lookup(), *heads, eagle_drafter(target, 0)]
     assert scoring_groups(pool) == [[0], [1], [2], [3], [4]]
@@ -103,13 +105,15 @@ def test_who_is_scored_together(target):
         [2],
         [3],
         [4],
-    ]  # products with updates are no stack
+    ]  # products with low-rank updates are not stacked
 
 
 @pytest.mark.parametrize("family", [eagle3.FAMILY, eagle.FAMILY, mtp.FAMILY])
-def test_adapters_are_one_forward_of_their_base(target, prompts, family):
-    """The scores are those of merged heads, also of adapters of other ranks or fewer projections and of the base; all
-    together take the memory of the base and of their updates."""
+def test_adapters_are_scored_in_one_forward_with_their_base(target, prompts, family):
+    """Scores equal merged heads, for different ranks and subsets of projections, and for the base itself.
+
+    Memory holds one base plus the updates.
+    """
     head = {
         eagle3.FAMILY: lambda: eagle3_head(target, 0),
         eagle.FAMILY: lambda: eagle.FAMILY.build(TrainRecipe(), target, lambda size: range(size)),
@@ -139,11 +143,11 @@ def test_adapters_are_one_forward_of_their_base(target, prompts, family):
             for one, other in zip(head.score(state, spans, 2), scores, strict=True):
                 torch.testing.assert_close(other.logits, one.logits, atol=1e-3, rtol=1e-3)
                 found.append(one.logits)
-        one, other = (drafters[1].propose(state, 6) for drafters in (pool, apart))  # with updates that are views now
+        one, other = (drafters[1].propose(state, 6) for drafters in (pool, apart))  # stacked updates are views
         assert torch.equal(one.tokens, other.tokens)
 
     decode(target, prompts, sampling=GREEDY, max_new_tokens=3, seeds=[0] * 3, taps=base.taps, on_round=ask)
-    assert products and len(products) == 2 * len(found) // (3 * len(pool))  # one for all heads, at every depth
+    assert products and len(products) == 2 * len(found) // (3 * len(pool))  # one product for all heads, per depth
     assert (found[0] - found[3]).abs().max() > 0.01
     parts = [vars(head)[name] for head in pool for name in ("qkv", "o", "gate_up", "down", "fc")]
     updates = {t.untyped_storage() for part in parts if isinstance(part, LowRank) for t in (part.down, part.up)}

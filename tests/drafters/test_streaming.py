@@ -1,4 +1,4 @@
-"""What a drafter skips that is far behind: it is not read, it is not seen, and the rest is what it would be anyway."""
+"""Catch-up windows: a drafter that lags far behind reads and attends to nothing but sinks and recent tokens."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ MAKE = {
 
 
 def watch(target, prompts, drafter, ask, new=4, **options):
-    """`ask(state)` after every round of plain decoding; returns how often it was asked."""
+    """Call `ask(state)` after every round of plain decoding; return the number of calls."""
     asked = []
 
     def on_round(state, draft, verdict):
@@ -76,17 +76,17 @@ def watch(target, prompts, drafter, ask, new=4, **options):
         (9, 9, 0),
     ],
 )
-def test_sink_and_window_are_read(cached, end, read):
-    """Nothing is skipped that would cost as much as it saves; a sink is read once."""
+def test_catch_up_reads_sink_and_window(cached, end, read):
+    """Tokens are skipped only if that saves work, and the sink is read once."""
     assert NARROW.count(cached, end) == read and RECOMPUTE.count(cached, end) == end - cached
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_behind_is_what_is_read(target, prompts, own, name, monkeypatch):
+def test_lag_is_the_number_of_tokens_read(target, prompts, own, name, monkeypatch):
     drafter = MAKE[name](target, own)
     layer = drafter if name == "lm" else getattr(drafter, "prefix", drafter)
     lm = getattr(drafter, "model", None)
-    part, method, count = {  # features [N, F], or tokens [B, T], or [B][≤ T]
+    part, method, count = {  # the argument is features [N, F], tokens [B, T] or lists [B][≤ T]
         "lm": (lm, "forward", torch.numel),
         "dflash": (layer, "_read", len),
         "peagle": (layer, "_draft", lambda tokens: sum(map(len, tokens))),
@@ -95,7 +95,7 @@ def test_behind_is_what_is_read(target, prompts, own, name, monkeypatch):
     monkeypatch.setattr(part, method, lambda read, *args: (rows.append(count(read)), real(read, *args))[1])
 
     def ask(state):
-        if len(state.rows[0].ids) - state.rows[0].prompt_length in (3, 13):  # far behind, twice
+        if len(state.rows[0].ids) - state.rows[0].prompt_length in (3, 13):  # lags far behind, twice
             rows.clear()
             (needed,) = drafter.lag(state)
             drafter.advance(state)
@@ -107,8 +107,8 @@ def test_behind_is_what_is_read(target, prompts, own, name, monkeypatch):
     assert watch(target, prompts[1:2], drafter, ask, new=16) >= 12
 
 
-def test_an_lm_reads_as_transformers_does(target, prompts, own):
-    """The whole model, over sink and window alone at their places in the text; then over what has been added."""
+def test_an_lm_equals_transformers_on_the_tokens_read(target, prompts, own):
+    """Compare with the model run on sink, window and later tokens at their original positions."""
     drafter, since = LMDrafter(own, target, ChainShape(3, 0.0, False)), []
 
     def ask(state):
@@ -126,9 +126,11 @@ def test_an_lm_reads_as_transformers_does(target, prompts, own):
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3 tree", "eagle", "peagle", "mtp", "dflash", "hydra"])
 @pytest.mark.parametrize("reach", [3, 9])
-def test_what_is_skipped_is_not_seen(target, prompts, own, name, reach):
-    """Drafts and scores are those of a head that has read everything and is then shown sink and window alone. The rows
-    that are asked for reach over the window (9) or not: then more is read, with a window before it."""
+def test_skipped_tokens_are_not_attended(target, prompts, own, name, reach):
+    """Drafts and scores equal a head that read everything and had the gap masked afterwards.
+
+    If the scored rows reach back past the window (9), the drafter reads more, with a window before them.
+    """
     ours, theirs = (MAKE[name](target, own) for _ in range(2))
     of = lambda drafter: getattr(drafter, "prefix", drafter)  # noqa: E731
 
@@ -140,8 +142,8 @@ def test_what_is_skipped_is_not_seen(target, prompts, own, name, reach):
         theirs.advance(state)
         state.catch_up = NARROW
         mine, whole = (of(drafter)._memory(state) for drafter in (ours, theirs))
-        if name != "dflash":  # which carries nothing from one round to the next
-            assert not torch.allclose(mine.hidden, whole.hidden, atol=1e-2)  # it does miss something
+        if name != "dflash":  # DFlash carries no hidden state between rounds
+            assert not torch.allclose(mine.hidden, whole.hidden, atol=1e-2)  # the skipped tokens do matter
         gaps = [range(SINK, end - WINDOW) for end in state.cached]
         assert mine.cache.skipped == gaps
         for b, gap in enumerate(gaps):
@@ -163,7 +165,7 @@ def test_what_is_skipped_is_not_seen(target, prompts, own, name, reach):
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_the_next_text_of_a_slot_has_skipped_nothing_yet(target, prompts, own, name):
+def test_the_next_text_in_a_slot_starts_without_a_gap(target, prompts, own, name):
     drafter, found = MAKE[name](target, own), []
 
     def ask(state):
@@ -175,7 +177,7 @@ def test_the_next_text_of_a_slot_has_skipped_nothing_yet(target, prompts, own, n
     assert [bool(skipped) for _, skipped in found] == [True, True, False, False, True, True]
 
 
-def test_rounds_on_the_device_know_of_no_gaps(target, prompts, own, monkeypatch):
+def test_device_rounds_do_not_support_catch_up_windows(target, prompts, own, monkeypatch):
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     drafter, found = MAKE["eagle3"](target, own), []
 

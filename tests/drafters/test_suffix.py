@@ -1,4 +1,4 @@
-"""Drafts and scores of `suffix`, with and without a store, against ones made from nothing in every round."""
+"""Drafts and scores of `suffix`, with and without a store, equal those computed from scratch in every round."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ DEPTH, NODES, CHILDREN = 6, 9, 3
 
 
 def scratch(ids, corpus, shape):
-    """The tree behind `ids`, from an automaton that saw nothing else."""
+    """Return the tree after `ids`, from an automaton built from `ids` alone."""
     automaton = SuffixAutomaton()
     automaton.extend(ids)
     places = [Match.of(automaton)]
@@ -22,7 +22,7 @@ def scratch(ids, corpus, shape):
 
 
 class Watched(Suffix):
-    """Checks every draft and every score against one made from nothing, and the room that is left."""
+    """A drafter that checks every draft and score against a computation from scratch, and the room left."""
 
     def __init__(self, corpus=None):
         super().__init__(DEPTH, NODES, CHILDREN, corpus)
@@ -43,7 +43,7 @@ class Watched(Suffix):
         return draft
 
     def _check_scores(self, state):
-        """Spans go on where the last ended, step back, and are empty."""
+        """Score spans that continue the last ones, step back, or are empty."""
         shape = TextTreeShape(DEPTH, NODES, CHILDREN)
         first = 2 if self.rounds % 3 == 0 else 6
         spans = [range(max(2, len(row.ids) - first), len(row.ids) - (i == 1) * 1) for i, row in enumerate(state.rows)]
@@ -58,8 +58,8 @@ class Watched(Suffix):
 
 
 @pytest.mark.parametrize("with_store", [False, True], ids=["text", "text and store"])
-def test_every_draft_and_score_in_a_batch(target, prompts, with_store):
-    """Ragged, shrinking, with finished sequences that stay a while."""
+def test_drafts_and_scores_in_a_batch_equal_those_from_scratch(target, prompts, with_store):
+    """A ragged, shrinking batch with finished texts that keep their slots for some rounds."""
     repeating = [prompt + prompt[-9:] for prompt in prompts] * 2
     options = dict(sampling=GREEDY, max_new_tokens=[20, 2, 12, 14, 9, 20], seeds=[0] * 6)
     corpus = None
@@ -72,7 +72,7 @@ def test_every_draft_and_score_in_a_batch(target, prompts, with_store):
     assert drafter.idle > 0 and len(drafter.widths) > 2
 
 
-def test_exact_mode_takes_chains_only(target, prompts):
+def test_exact_mode_drafts_chains_only(target, prompts):
     shapes = []
 
     def watch(state, draft, verdict):
@@ -89,8 +89,7 @@ def test_exact_mode_takes_chains_only(target, prompts):
     assert not all(chain for chain, _ in shapes)
 
 
-def test_a_scored_position_further_back():
-    """The trailing automaton cannot unread; it starts again."""
+def test_scoring_an_earlier_position_restarts_the_automaton():
     text, ids = SuffixText(), [1, 2, 1, 2, 3, 1]
     for end in (4, 6, 2, 2, 5):
         assert text.before(end, ids).size == end

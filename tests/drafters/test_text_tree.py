@@ -1,4 +1,4 @@
-"""Growing draft trees: the most probable nodes and no others, parents first, within every limit."""
+"""Growing draft trees: the most probable nodes, parents before children, within every limit."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from specctl.drafters.text.text_tree import NextToken, TextTreeShape, first_leve
 
 @dataclass
 class Node:
-    """A place whose followers are given: {token: (probability, Node)}, the most probable first."""
+    """A context with given followers, {token: (probability, Node)}."""
 
     known: dict = field(default_factory=dict)
 
@@ -45,8 +45,8 @@ def path_of(tokens, parents, node):
 
 
 @given(root=HALVES, depth=st.integers(0, 4), nodes=st.integers(0, 12))
-def test_the_most_probable_paths(root, depth, nodes):
-    """Against all paths: greedy growth must not miss a probable node behind an improbable one, which cannot exist."""
+def test_a_tree_holds_the_most_probable_paths(root, depth, nodes):
+    """Compare with all paths. Greedy growth finds them, because a child is never likelier than its parent."""
     tokens, parents, _ = grow([root], TextTreeShape(depth, nodes, children=3))
     assert all(parent < node for node, parent in enumerate(parents))
     every = dict(paths(root, depth))
@@ -55,7 +55,7 @@ def test_the_most_probable_paths(root, depth, nodes):
     assert [every[path] for path in found] == sorted(every.values(), reverse=True)[:nodes]
 
 
-def test_children_are_limited_everywhere():
+def test_children_are_limited_at_every_node():
     twins = Node({1: (0.5, LEAF), 2: (0.25, LEAF), 3: (0.125, LEAF)})
     root = Node({7: (0.5, twins), 8: (0.25, twins), 9: (0.125, twins)})
     tree = grow([root], TextTreeShape(depth=2, nodes=50, children=2))
@@ -64,13 +64,13 @@ def test_children_are_limited_everywhere():
     assert grow([root], TextTreeShape(depth=9, nodes=50, children=1))[:2] == ([7, 1], [-1, 0])
 
 
-def test_two_bodies_of_text_are_averaged():
-    """0: (0.5 + 0.25) / 2, 1: 0.5 / 2, 2: 0.25 / 2; behind 0 only one of them knows anything, and is not halved."""
+def test_two_sources_are_averaged():
+    """0: (0.5 + 0.25) / 2, 1: 0.5 / 2, 2: 0.25 / 2. After 0 only one source has a follower, so it is not halved."""
     one = Node({0: (0.5, Node({5: (0.9, LEAF)})), 1: (0.5, LEAF)})
     other = Node({0: (0.25, LEAF), 2: (0.25, LEAF)})
     assert grow([one, other], TextTreeShape(4, 4, 3))[:2] == ([0, 5, 1, 2], [-1, 0, -1, -1])
 
 
 @pytest.mark.parametrize("places", [[], [LEAF], [LEAF, LEAF]])
-def test_nothing_known(places):
+def test_sources_without_followers_give_an_empty_tree(places):
     assert grow(places, TextTreeShape(4, 4, 3)) == ([], [], [])

@@ -40,13 +40,13 @@ def reference(query, key, value, own_keys, own_values, layout):
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block", [2**17, 40, 1])
-def test_merged_attention_equals_the_masked_one(monkeypatch, heads, kv_heads, steps, layout, block):
-    """Output and all gradients: documents of several sizes, one row, all rows, no row; one block, several, cut ones."""
+def test_merged_attention_equals_masked_attention(monkeypatch, heads, kv_heads, steps, layout, block):
+    """Compare output and all gradients, for documents with no rows, some rows or all rows, in one or several blocks."""
     monkeypatch.setattr(ttt_attention, "BLOCK", {"cpu": block})
-    monkeypatch.setattr(ttt_attention, "ROWS", min(block, 2))  # cut documents: blocks of fewer slots than theirs
+    monkeypatch.setattr(ttt_attention, "ROWS", min(block, 2))  # blocks smaller than a document cut it
     monkeypatch.setattr(ttt_attention, "KEPT", 3)  # with blocks of one score, masks are made for each use
     torch.manual_seed(0)
-    layout = replace(LAYOUTS[layout])  # its blocks are made anew
+    layout = replace(LAYOUTS[layout])  # a copy, so that its blocks are made again
 
     def leaf(rows, count):
         return torch.randn(rows, count, 16, requires_grad=True)
@@ -64,7 +64,10 @@ def test_merged_attention_equals_the_masked_one(monkeypatch, heads, kv_heads, st
 
 
 def largest(function, length, largest_tensor):
-    """Of attention and its gradients over one document of `length` slots, half of them response."""
+    """Return the largest tensor that attention and its gradients allocate.
+
+    The document has `length` slots, and the second half is the response.
+    """
     layout = Layout([(0, length)], [(0, length // 2)], list(range(length // 2, length)))
     leaves = [torch.randn(rows, 1, 4, requires_grad=True) for rows in (length // 2, length, length, length // 2)]
     query, key, value, own = leaves
@@ -74,13 +77,13 @@ def largest(function, length, largest_tensor):
 
 
 def test_memory_is_linear_in_the_sample(largest_tensor):
-    """A [rows, slots] mask of a 32k sample is a gigabyte a document; the reference's is the negative control."""
+    """A [rows, slots] mask of a 32k sample would take a gigabyte; the reference is the negative control."""
     assert largest(attention, 8192, largest_tensor) <= 2.1 * largest(attention, 4096, largest_tensor)
     assert largest(reference, 8192, largest_tensor) >= 3.9 * largest(reference, 4096, largest_tensor)
 
 
-def test_keys_of_a_cut_document_collect_in_fp32(monkeypatch):
-    """In bf16 the gradient of a key that a thousand rows attend stops growing once a block's share is rounded away."""
+def test_key_gradients_of_a_cut_document_are_summed_in_fp32(monkeypatch):
+    """In bf16, the sum over a thousand rows stops growing once the share of a block is rounded away."""
     monkeypatch.setattr(ttt_attention, "BLOCK", {"cpu": 1})
     monkeypatch.setattr(ttt_attention, "ROWS", 1)
     rows = 600
@@ -92,7 +95,7 @@ def test_keys_of_a_cut_document_collect_in_fp32(monkeypatch):
 
 
 def test_every_index_is_on_the_device():
-    """Of a layout made for a device nothing stays on the CPU; `meta` refuses to mix as a GPU does."""
+    """Uses the `meta` device, which like a GPU refuses to mix with the CPU."""
     layout = Layout([(0, 7), (7, 12)], [(0, 3), (3, 8)], [4, 5, 6, 0, 1, 2, 3, 4], "meta")
     query, key, value, own = (torch.randn(n, 2, 4, device="meta", requires_grad=True) for n in (8, 12, 12, 8))
     out = attention(query, key, value, [own], [own], layout)

@@ -1,4 +1,4 @@
-"""The options of EAGLE-3.1 in which heads of the family `eagle3` differ, for all tests that go through them."""
+"""The EAGLE-3.1 options of `eagle3` heads, for the tests parametrized over them."""
 
 NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 TRAINED = dict(norm_before_fc=True, norm_before_residual=True, norm_output=True, sliding_window=64)

@@ -1,4 +1,4 @@
-"""What an idle drafter has missed: it is counted, read in one go, and a memory of another text is refused."""
+"""`Drafter.lag` counts the tokens that `advance` will read, and stale draft caches are refused."""
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ from tests.toys.decoding import decode
 
 @pytest.fixture(scope="module")
 def target(builtin_target):
-    """The whole built-in target, which ends its texts by itself and has ten layers."""
+    """The whole built-in target: ten layers, and it emits end-of-text."""
     return builtin_target
 
 
 @pytest.fixture(scope="module")
 def drafters(target):
-    """With what each has to read of a text of n committed tokens."""
+    """Map each name to a drafter and the number of tokens it reads from a text of n committed tokens."""
     return {
         "eagle3": (Eagle3Drafter(eagle3_head(target, 0), target, SHAPE), lambda n: n - 1),  # the last one is not cached
         "lm": (LMDrafter(own_weights(target, 0.3), target, ChainShape(2, 0.0, False)), lambda n: n),
@@ -32,7 +32,7 @@ def drafters(target):
 
 
 @pytest.mark.parametrize("name", ["eagle3", "lm", "lookup"])
-def test_behind_is_what_advance_reads(target, prompts, drafters, name):
+def test_lag_is_the_number_of_tokens_advance_reads(target, prompts, drafters, name):
     drafter, needed = drafters[name]
     seen = []
 
@@ -43,7 +43,7 @@ def test_behind_is_what_advance_reads(target, prompts, drafters, name):
             expected = [needed(n) - (needed(m) if m else 0) for n, m in zip(lengths, before, strict=True)]
             assert drafter.lag(state) == expected
             drafter.advance(state)
-            assert max(drafter.lag(state)) <= (name == "lm")  # whose last token is read again
+            assert max(drafter.lag(state)) <= (name == "lm")  # the LM drafter reads its last token again
             seen.append(lengths)
 
     decode(target, prompts, sampling=GREEDY, max_new_tokens=6, seeds=[0] * 3, taps=drafter.taps, on_round=ask)
@@ -51,8 +51,8 @@ def test_behind_is_what_advance_reads(target, prompts, drafters, name):
 
 
 @pytest.mark.parametrize("name", ["eagle3", "lm"])
-def test_a_memory_of_a_longer_text_is_refused(target, prompts, drafters, name):
-    """Left behind by another text of the slot: keys of tokens that are not there would spoil drafts without a word."""
+def test_a_cache_longer_than_the_text_is_refused(target, prompts, drafters, name):
+    """Catches a cache left by an earlier text in the same slot: its extra keys would silently spoil drafts."""
     drafter, _ = drafters[name]
 
     def poison(state, draft, verdict):
@@ -70,7 +70,7 @@ def test_a_memory_of_a_longer_text_is_refused(target, prompts, drafters, name):
 
 
 @pytest.mark.parametrize("name", ["eagle3", "lm"])
-def test_a_memory_that_is_not_brought_up_to_date_is_refused(target, prompts, drafters, name, monkeypatch):
+def test_a_cache_that_was_not_advanced_is_refused(target, prompts, drafters, name, monkeypatch):
     drafter, _ = drafters[name]
 
     def poison(state, draft, verdict):
@@ -86,8 +86,8 @@ def test_a_memory_that_is_not_brought_up_to_date_is_refused(target, prompts, dra
     decode(target, prompts, sampling=GREEDY, max_new_tokens=5, seeds=[0] * 3, taps=drafter.taps, on_round=poison)
 
 
-def test_drafters_with_other_taps_share_the_features(target, prompts):
-    """In a pool the loop keeps the states that any drafter reads; each finds its own among them."""
+def test_drafters_with_different_taps_share_the_features(target, prompts):
+    """In a pool, the decoding loop stores the union of all taps and each drafter selects its own."""
     heads = [
         Eagle3Drafter(eagle3_head(target, 0), target, SHAPE),
         MedusaDrafter(built(target, "medusa"), target, SHAPE),
