@@ -1,4 +1,4 @@
-"""A small distilled directory, written by the built-in target itself: short prompts, as every training reads them."""
+"""Fixtures for the training tests: short prompts answered by the built-in target, as a distilled directory."""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""Training that changes its number of processes, by hand or by torchrun: DATA PLACE STAGES ACTION..., see `losses`."""
+"""Train with one number of processes and resume with a different number.
+
+Run by hand or by torchrun with DATA PLACE STAGES ACTION…; `losses` explains the actions.
+"""
 
 import json
 import shutil
@@ -16,10 +19,10 @@ from tests.training.small import recipe
 
 
 def losses(distilled: Path, place: Path, action: str, stage: int) -> list[float]:
-    """Losses of a training of four steps, each over all texts, at a ZeRO stage.
+    """Return the losses of a training of four steps at a ZeRO stage; each step sees all texts.
 
-    "fresh:NAME" makes all four, and keeps a checkpoint of two under PLACE/NAME; "resume:NAME" makes the last two from a
-    copy of that, after a look at what was restored.
+    "fresh:NAME" runs all four steps and saves a checkpoint after two under PLACE/NAME. "resume:NAME" restores a copy of
+    that checkpoint, checks the state, and runs the last two steps.
     """
     kind, name = action.split(":")
     kept, home = place / name / str(stage) / "drafter", place / f"{kind}-{name}-{loop.start_processes(CPU)[1]}"
@@ -53,7 +56,7 @@ def losses(distilled: Path, place: Path, action: str, stage: int) -> list[float]
 
 
 def check_restored(trainer: loop.Trainer, saved: Path) -> None:
-    """What is divided among the processes now is what was saved, to the last bit."""
+    """Check that the restored state, gathered from all processes, equals the saved state bit for bit."""
     assert trainer.state.step == 2
     there, here = checkpoint.load_tensors(saved), portable_state.collect(trainer.engine)
     assert dist.get_rank() or there.keys() == here.keys()

@@ -1,4 +1,4 @@
-"""One of two processes that share their tokens: DIRECTORY RANK CASE. Tells as JSON what it has afterwards."""
+"""One of two processes that share their tokens: DIRECTORY RANK CASE. Prints its tokens before and after as JSON."""
 
 import json
 import socket

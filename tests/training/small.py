@@ -1,4 +1,4 @@
-"""The smallest training: a few steps in fp32 on the responses of the fixture `distilled`."""
+"""A minimal training: a few fp32 steps on the responses of the fixture `distilled`."""
 
 import json
 
@@ -8,7 +8,7 @@ from specctl.training import loop
 
 
 def recipe(distilled, place, **changes):
-    """Its recipe with some keys changed; the drafter is written to `place`."""
+    """Return the recipe with `changes`; the drafter is written to `place`."""
     values = dict(
         target=TargetRecipe(dtype="fp32", device="cpu"),
         distilled=distilled,
@@ -25,10 +25,10 @@ def recipe(distilled, place, **changes):
 
 
 def train(made, place):
-    """The result of a recipe, run in `place`."""
+    """Run a recipe in `place` and return its result."""
     return loop.train_drafter(made, Run.create("train-drafter", made, place))
 
 
 def metrics(place):
-    """metrics.jsonl."""
+    """Return the records of metrics.jsonl."""
     return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]

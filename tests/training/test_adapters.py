@@ -1,4 +1,4 @@
-"""A drafter for several adapters of a target: every text is read by the adapter that wrote it, and by no other."""
+"""Training one drafter for several adapters of a target: features of a text come from the adapter that wrote it."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ TAPS = (1, 5)
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
-    """A folder with adapters a and b, and the answers of each adapter and of the bare target to the same prompts."""
+    """A folder with adapters a and b, and answers of a, b and the bare target to the same prompts."""
     place = tmp_path_factory.mktemp("answered")
     prompts = [json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(30)]
     (place / "prompts.jsonl").write_text("".join(prompts))
@@ -62,7 +62,7 @@ def answered(tmp_path_factory):
 
 @pytest.fixture
 def here(answered, tmp_path, monkeypatch):
-    """A copy that a test may change, as the working directory."""
+    """Change into a copy of `answered` that a test may modify."""
     for name in ("a", "b", "distilled"):
         shutil.copytree(answered / name, tmp_path / name)
     for name in ("a", "b"):
@@ -73,7 +73,7 @@ def here(answered, tmp_path, monkeypatch):
 
 
 def asked(place, *domains, **changes):
-    """The recipe of a small training on these data."""
+    """Return the recipe of a small training on these domains."""
     held_out = HeldOutRecipe(prompts=4, max_new_tokens=4, fraction=0.3)
     values = dict(distilled=None, data=DataRecipe(domain=[*domains]), eval=held_out)
     return TrainRecipe(**{**vars(recipe(None, place)), **values, **changes})
@@ -83,8 +83,8 @@ def adapters_in(place):
     return [one["adapter"] for one in checkpoint.read_json(place / "drafter" / checkpoint.CONFIG)["target"]["adapters"]]
 
 
-def test_features_are_those_of_the_adapter_that_wrote_the_text(here, monkeypatch):
-    """Bitwise, in memory and on disk, and each adapter is read once."""
+def test_features_come_from_the_adapter_that_wrote_the_text(here, monkeypatch):
+    """Features are bitwise equal in memory and on disk, and each adapter is loaded once."""
     monkeypatch.setattr(feature_store, "SHARD_BYTES", 2**15)
     made, adapters = with_adapters(asked(here, "a", "plain", "b"))
     target = load_target(**made.target.loading)
@@ -110,8 +110,8 @@ def as_loaded(example):
     return Example(example.index, example.prompt_id, example.tokens, example.prompt_length)
 
 
-def test_one_head_for_all_and_its_name(here):
-    """It names them, is measured with each, and the features of one run serve the next."""
+def test_one_drafter_trains_on_several_adapters_and_names_them(here):
+    """A second run reuses the cached features of the first and reaches the same losses and weights."""
     made = asked(here, "a", "b", "plain", features=FeatureRecipe(mode="cached"), max_steps=4)
     result = train(made, here)
     assert adapters_in(here) == ["a", "b", None] and result.mat > 0 and result.domain == "count"
@@ -128,7 +128,7 @@ def test_one_head_for_all_and_its_name(here):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_stopped_training_goes_on(here, monkeypatch):
+def test_resuming_needs_the_same_adapters_and_is_exact(here, monkeypatch):
     made = asked(here, "a", "b", max_steps=4)
     train(made, here)
     stopped = here / "stopped"
@@ -155,13 +155,13 @@ def test_a_stopped_training_goes_on(here, monkeypatch):
 
 
 def edit(adapter):
-    """Other weights under the name of an adapter."""
+    """Change the weights of an adapter in place."""
     path = f"{adapter}/adapter_model.safetensors"
     save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path)
 
 
-def test_one_adapter_is_that_of_the_recipe(here):
-    """Data of one adapter makes a drafter of that adapter, in a pool as well; a recipe that names one decides."""
+def test_the_target_adapter_follows_from_the_data_or_the_recipe(here):
+    """Data of one adapter trains for that adapter, also in a pool. An adapter named in the recipe wins."""
     made, several = with_adapters(asked(here, "a"))
     assert made.target.adapter == "a" and not several
     pool = asked(here, "a", "b", "plain", each=True).per_domain()
@@ -172,11 +172,11 @@ def test_one_adapter_is_that_of_the_recipe(here):
     shutil.copytree("distilled/a", "distilled/same")
     meta = here / "distilled/same/meta.json"
     meta.write_text(meta.read_text().replace('"adapter": "a"', '"adapter": "same"'))
-    assert with_adapters(asked(here, "a", "same"))[0].target.adapter == "a"  # a copy is the same adapter
+    assert with_adapters(asked(here, "a", "same"))[0].target.adapter == "a"  # a copy counts as the same adapter
 
 
-def test_a_prompt_is_held_out_for_all_adapters(here):
-    """And is in one half of them: a checkpoint is not measured on prompts that chose it."""
+def test_a_prompt_is_held_out_for_all_adapters_in_one_half(here):
+    """Otherwise a checkpoint would be measured on the prompts that selected it."""
     made, adapters = with_adapters(asked(here, "a", "b"))
     corpus = load_corpus(made, load_target_text(), adapters)
     halves = [{tuple(prompt.ids) for prompt in half} for half in (corpus.selection_prompts, corpus.report_prompts)]
@@ -204,15 +204,15 @@ def test_a_prompt_is_held_out_for_all_adapters(here):
         ),
     ],
 )
-def test_what_cannot_switch_is_refused(here, changes, says):
+def test_feature_sources_that_cannot_switch_adapters_are_refused(here, changes, says):
     with pytest.raises(UsageError, match=says):
         with_adapters(asked(here, "a", "b", "plain", **changes))
-    if "online" not in says:  # one adapter needs no switch
+    if "online" not in says:  # a single adapter needs no switch
         with pytest.raises(UsageError, match=r"uses no adapter of the target, .* \(distilled/a with a\)"):
             with_adapters(asked(here, "a", **changes))
 
 
-def test_an_adapter_that_is_not_there_is_named(here, tiny_directory):
+def test_a_missing_changed_or_unsuitable_adapter_is_named(here, tiny_directory):
     outer = write_adapter("builtin", here / "outer", modules_to_save=["lm_head"])
     shutil.move("b", "elsewhere")
     with pytest.raises(CheckpointError, match=r"data in distilled/b was written with adapter b: .*b does not exist"):
@@ -224,7 +224,7 @@ def test_an_adapter_that_is_not_there_is_named(here, tiny_directory):
     with pytest.raises(CheckpointError, match="adapter b changes lm_head of target builtin, and a drafter for several"):
         with_adapters(asked(here, "a", "b"))
     made = asked(here, "a", "b", arch="retrieval", objective="auto", drafter=DrafterRecipe())
-    store = collect(made, Run(here))  # it has no vocabulary head
+    store = collect(made, Run(here))  # retrieval has no vocabulary head
     assert adapters_in(here) == ["a", "b"] and store.mat > 1
     shutil.rmtree("b")
     write_adapter(tiny_directory("llama"), here / "b")
@@ -233,7 +233,7 @@ def test_an_adapter_that_is_not_there_is_named(here, tiny_directory):
         loop.make_trainer(asked(here, "a", "b"), Run(here))
 
 
-def test_an_adapter_that_changes_during_the_run_is_not_read(here):
+def test_an_adapter_that_changes_during_the_run_is_refused(here):
     made, adapters = with_adapters(asked(here, "a", "b"))
     target = load_target(**made.target.loading)
     use_all(target, made, adapters)
@@ -245,7 +245,7 @@ def test_an_adapter_that_changes_during_the_run_is_not_read(here):
 
 
 def record(source, adapter):
-    """Record in the data of `source` that the adapter's present files wrote it."""
+    """Record in the data of `source` that the current files of the adapter wrote it."""
     meta = json.loads((source / "meta.json").read_text())
     meta["target"]["adapter_weights"] = adapter_digest(adapter)
     (source / "meta.json").write_text(json.dumps(meta))

@@ -1,4 +1,4 @@
-"""Every process has about the same work in every step, on lengths that data really has."""
+"""Every process gets about the same work in every step, for realistic text lengths."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from specctl.training.balancing import balanced_rows, batches, rebalance, texts_
 from specctl.training.example import Example
 from specctl.training.step_cost import Work
 
-ONLINE, KEPT = Work(0.56, 0.44), Work(0.03, 0.97)  # of an 8B target and its head: features made anew, or kept
+ONLINE, KEPT = Work(0.56, 0.44), Work(0.03, 0.97)  # of an 8B target and its head, with features recomputed or kept
 
 
 def texts(lengths):
@@ -21,13 +21,13 @@ def texts(lengths):
 
 
 def spread(mean, count, seed=0):
-    """Responses of `mean` tokens, more or less by up to 40 %, behind prompts of 128."""
+    """Return texts with prompts of 128 tokens and responses of `mean` tokens ± 40 %."""
     rng = random.Random(seed)
     return texts([(128, round(mean * rng.uniform(0.6, 1.4))) for _ in range(count)])
 
 
 def real(count, seed=0):
-    """Lengths as 22,000 prompts and answers of seven domains have them (512 of those are in the file)."""
+    """Return texts with lengths drawn from 512 real prompts and answers of seven domains, ± 25 %."""
     kept = json.loads(Path(__file__).with_name("lengths.json").read_text())
     rng = random.Random(seed)
     drawn = (rng.choice(kept) for _ in range(count))
@@ -40,9 +40,11 @@ CORPORA = {"real": real(8000), **{f"{mean} tokens": spread(mean, 4000) for mean 
 @pytest.mark.parametrize("world", [8, 16, 32])
 @pytest.mark.parametrize("batch_tokens", [16_384, 65_536])
 @pytest.mark.parametrize("name", CORPORA)
-def test_no_process_waits_long(name, batch_tokens, world):
-    """With a process for each text by its number it was 0.2 to 0.8. Where one process keeps the features of a text in
-    memory, it has the text in all epochs."""
+def test_every_process_is_busy_95_percent_of_a_step(name, batch_tokens, world):
+    """Assigning texts by index left processes busy 20 to 80 % of the time.
+
+    If features are kept in memory, a text stays with one process in all epochs.
+    """
     examples = CORPORA[name]
     for work in (ONLINE, KEPT):
         dealt = balanced_rows(examples, world, work)
@@ -55,7 +57,7 @@ def test_no_process_waits_long(name, batch_tokens, world):
         )
 
 
-def test_negative_control_texts_by_their_number_leave_processes_waiting():
+def test_negative_control_texts_assigned_by_index_leave_processes_waiting():
     examples = CORPORA["512 tokens"]
     epoch = data.batches(examples, 16_384, seed=0, epoch=0)
     dealt = [[[e for e in batch if e.index % 8 == rank] for rank in range(8)] for batch in epoch]
@@ -64,7 +66,7 @@ def test_negative_control_texts_by_their_number_leave_processes_waiting():
 
 @pytest.mark.parametrize("world", [1, 2, 8, 32])
 @pytest.mark.parametrize("count", [5, 64, 301])
-def test_an_epoch_is_every_text_once_for_somebody(world, count):
+def test_an_epoch_assigns_every_text_to_one_process(world, count):
     examples = real(count)
     epochs = [batches(balanced_rows(examples, world, KEPT), 2048, seed=0, epoch=epoch) for epoch in (0, 1)]
     for epoch in epochs:
@@ -75,14 +77,14 @@ def test_an_epoch_is_every_text_once_for_somebody(world, count):
     assert epochs[0] == batches(balanced_rows(examples, world, KEPT), 2048, seed=0, epoch=0)
 
 
-def test_a_batch_is_no_larger_than_asked_but_for_one_text_each():
+def test_a_batch_exceeds_its_size_by_one_text_per_process_at_most():
     for batch in batches(balanced_rows(CORPORA["real"], 8, KEPT), 2048, seed=0, epoch=0):
         sizes = [sum(example.response_length for example in share) for share in batch]
         assert sum(sizes) <= 2048 or all(len(share) <= 1 for share in batch)
 
 
-def test_one_process_has_the_batches_it_always_had():
-    """Whatever the work of its texts: kept runs go on, and figures stay."""
+def test_one_process_keeps_the_batches_of_earlier_versions():
+    """Existing runs can resume, and published figures stay valid."""
     examples = CORPORA["real"]
     expected = data.batches(examples, 1000, seed=3, epoch=1)
     epoch = batches(balanced_rows(examples, 1, ONLINE), 1000, seed=3, epoch=1)
@@ -91,8 +93,8 @@ def test_one_process_has_the_batches_it_always_had():
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_gradient_of_one(distilled, tmp_path):
-    """They hold different numbers of positions: the mean is over all of them, not of the two means."""
+def test_two_processes_compute_the_gradient_of_one(distilled, tmp_path):
+    """The processes hold different numbers of positions; the mean must be over all positions."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module"]
     command += ["tests.training.two_ranks", str(distilled), str(tmp_path)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The comparison with speculators: both sides get the same data, and compute the same thing before they are timed."""
+"""The benchmark against speculators: both sides get the same data and compute the same losses before they are timed."""
 
 import os
 import re
@@ -20,15 +20,15 @@ from tests.benchmarks.training import COMPARED
 
 @pytest.fixture(scope="module")
 def written(distilled, tmp_path_factory):
-    """(our trainer with its features, the shared file's settings and tensors, the file)"""
+    """Return (our trainer with features, settings and tensors of the shared file, path of the file)."""
     place = tmp_path_factory.mktemp("comparison")
     trainer = trainer_for(place, distilled, "eagle3", LIKE)
     write(shared(place), trainer, steps=9)
     return trainer, *against_speculators.read(str(shared(place))), shared(place)
 
 
-def test_features_come_back_as_they_were(written):
-    """A range off by one would shift a document's features by a slot."""
+def test_shared_features_are_read_back_unchanged(written):
+    """Catches an off-by-one in a range, which would shift the features of a document."""
     trainer, _, _, file = written
     found, kept = read_features(file), trainer.trainable.store.kept
     assert found.keys() == kept.keys()
@@ -37,8 +37,8 @@ def test_features_come_back_as_they_were(written):
             assert torch.equal(getattr(found[document], name), getattr(features, name))
 
 
-def test_both_sides_run_the_documents_of_the_trainer_s_steps(written):
-    """Also in its second epoch: other documents a step would be other work."""
+def test_both_sides_run_the_documents_of_the_trainer_steps(written):
+    """This holds beyond the first epoch too; other documents per step would be different work."""
     trainer, settings, _, _ = written
     epochs = [batches(trainer.corpus.train, trainer.batch_tokens, seed=0, epoch=epoch) for epoch in (0, 1, 2, 3)]
     order = [[e.index for e in batch] for epoch in epochs for batch in epoch]
@@ -46,8 +46,8 @@ def test_both_sides_run_the_documents_of_the_trainer_s_steps(written):
     assert settings["batches"] == order[:9]
 
 
-def test_a_packed_row_holds_each_document_s_slots(written):
-    """Slot i: token i + 1, features of i, the target's state at i + 1; trained where our side trains."""
+def test_a_packed_row_holds_the_slots_of_each_document(written):
+    """Slot i holds token i + 1, features of i and the target state at i + 1; both sides train the same slots."""
     trainer, settings, tensors, _ = written
     batch = settings["batches"][0]
     row = against_speculators.slot_rows(settings, tensors, batch)
@@ -62,8 +62,9 @@ def test_a_packed_row_holds_each_document_s_slots(written):
     assert row["document_ids"][0].bincount().tolist() == [stop - start for start, stop in ours.layout.slots]
 
 
-def test_a_packed_row_of_blocks_holds_each_document_s_tokens(written):
-    """Token i, features of i, the target's state at i. A block begins where one of ours does, or learns little."""
+def test_a_packed_row_of_blocks_holds_the_tokens_of_each_document(written):
+    """Position i holds token i, features of i and the target state at i. Blocks start where ours do, and once more per
+    document."""
     trainer, settings, tensors, _ = written
     batch = settings["batches"][0]
     examples = [trainer.corpus.train[document] for document in batch]
@@ -82,18 +83,18 @@ def test_a_packed_row_of_blocks_holds_each_document_s_tokens(written):
     assert row["max_anchors"] == row["loss_mask"].sum()
 
 
-def test_the_vocabulary_head_is_frozen_in_the_comparison_alone(written, distilled, tmp_path):
+def test_the_vocabulary_head_is_frozen_for_the_comparison_only(written, distilled, tmp_path):
     trainer, *_ = written
     assert not trainer.trainable.module.lm_head.weight.requires_grad
     assert trainer_for(tmp_path, distilled, "eagle3", "default").trainable.module.lm_head.weight.requires_grad
 
 
-def test_turns_add_up():
+def test_turns_add_up_to_the_number_of_steps():
     assert comparison.turns(7) == [3, 3, 1]
     assert comparison.turns(6) == [3, 3]
 
 
-def test_sides_that_compute_something_else_are_not_compared():
+def test_different_losses_are_not_compared():
     comparison.require_equal([2.0, 3.0], [2.001, 3.001])
     with pytest.raises(SpecctlError, match="same thing"):
         comparison.require_equal([2.0, 3.0], [2.0, 3.2])
@@ -101,7 +102,7 @@ def test_sides_that_compute_something_else_are_not_compared():
         comparison.require_equal([2.0, float("nan")], [2.0, 3.0])
 
 
-def test_rates_are_of_all_turns_together():
+def test_rates_are_computed_over_all_turns():
     sides = {name: Measured(1, 2**30, [1.0], 2**31, [300, 100], [1.0, 1.0]) for name in comparison.NAMES}
     sides[PACKED].seconds = [4.0, 1.0]
     text = "\n".join(comparison.report(sides))
@@ -114,14 +115,14 @@ def test_an_interpreter_without_speculators_is_refused():
             comparison.require_speculators(Path(python))
 
 
-def test_their_side_runs_without_specctl():
+def test_the_other_side_runs_without_specctl():
     source = Path(against_speculators.__file__).read_text()
     assert not re.search(r"^\s*(from|import) specctl", source, re.MULTILINE)
 
 
 @pytest.fixture
 def python():
-    """An interpreter with speculators 0.9."""
+    """Return an interpreter with speculators 0.9."""
     if "SPECCTL_SPECULATORS_PYTHON" not in os.environ:
         pytest.skip("SPECCTL_SPECULATORS_PYTHON names no interpreter with speculators 0.9")
     return Path(os.environ["SPECCTL_SPECULATORS_PYTHON"])
@@ -130,9 +131,9 @@ def python():
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", COMPARED)
 def test_speculators_computes_the_same_losses(python, distilled, tmp_path, monkeypatch, arch):
-    """In fp32, where nothing hides in rounding: weights, shifts, masks, positions and attention of all depths."""
+    """In fp32, so that rounding cannot hide differences in weights, shifts, masks, positions or attention."""
     trainer = trainer_for(tmp_path, distilled, arch, LIKE, dtype="fp32")
-    with torch.no_grad():  # attention of fresh weights is nearly uniform: a wrong key or position would not show
+    with torch.no_grad():  # fresh attention is nearly uniform and would hide a wrong key or position
         for name, parameter in trainer.trainable.module.named_parameters():
             if "self_attn" in name:
                 parameter.mul_(4)
@@ -142,11 +143,11 @@ def test_speculators_computes_the_same_losses(python, distilled, tmp_path, monke
         theirs = comparison.answer(side)["losses"]
     assert comparison.furthest(losses(trainer), theirs) < 1e-5
     keyless(monkeypatch, arch)
-    assert comparison.furthest(losses(trainer), theirs) > 1e-4  # the check sees one key less
+    assert comparison.furthest(losses(trainer), theirs) > 1e-4  # the check notices one missing key
 
 
 def keyless(monkeypatch, arch):
-    """Let our side's attention do without the last key of a step, or of a block."""
+    """Drop the last key of each step, or of each block, from the attention of our side."""
     if arch == "dflash":
         block = dflash_head.block_attention
         monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Damage is noticed: the newest whole checkpoint is taken, and never a fresh start in silence."""
+"""Damaged training checkpoints are noticed: the newest intact one is used, and training never restarts silently."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def pipe(name):
     ],
     ids=lambda damage: getattr(damage, "__name__", None),
 )
-def test_falls_back_to_the_one_before(tmp_path, capsys, damage):
+def test_damage_falls_back_to_the_previous_checkpoint(tmp_path, capsys, damage):
     make(tmp_path, 10)
     damage(make(tmp_path, 20))
     path, state = checkpoint.newest(tmp_path, RunState)
@@ -82,8 +82,8 @@ def test_falls_back_to_the_one_before(tmp_path, capsys, damage):
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_state_of_other_types_is_no_state(tmp_path, capsys, text, says):
-    """Sealed by whoever wrote it; the state before it is taken, and the key is named."""
+def test_a_state_with_wrong_types_counts_as_damaged(tmp_path, capsys, text, says):
+    """The checksums are right, but the values are not; the error names the key."""
     make(tmp_path, 10)
     path = make(tmp_path, 20)
     (path / checkpoint.STATE).write_text(text)
@@ -93,26 +93,26 @@ def test_a_state_of_other_types_is_no_state(tmp_path, capsys, text, says):
     assert f"{path} is damaged (trainer.json" in said and says in said and len(said) < 1000
 
 
-def test_states_are_their_owners_alone(tmp_path):
-    """Probes and buffers are token ids of users' texts; directories of an earlier specctl were open to all."""
+def test_checkpoints_are_readable_by_their_owner_only(tmp_path):
+    """Checkpoints contain token ids of users' texts; earlier versions left directories readable to all."""
     for name in ("new", "there"):
         (tmp_path / "there").mkdir(mode=0o755, exist_ok=True)
         checkpoint.save_tensors(tmp_path / name, 1, {"step": 1}, {"x": torch.ones(2)}, keep=1)
         assert (tmp_path / name).stat().st_mode & 0o077 == 0, name
 
 
-def test_none_whole_is_an_error(tmp_path):
+def test_only_damaged_checkpoints_are_an_error(tmp_path):
     (make(tmp_path, 10) / "model.pt").unlink()
     with pytest.raises(CheckpointError, match=r"all checkpoints .* are damaged"):
         checkpoint.newest(tmp_path, RunState)
 
 
-def test_a_fresh_directory_has_none(tmp_path):
+def test_a_missing_directory_has_no_checkpoint(tmp_path):
     assert checkpoint.newest(tmp_path / "nothing", RunState) is None
 
 
-def test_nothing_but_tensors_is_read(tmp_path):
-    """Under the name of a file of tensors, and under that of DeepSpeed's own; unpickling would make a directory."""
+def test_pickled_checkpoints_are_refused_and_not_executed(tmp_path):
+    """Under specctl's own file name and DeepSpeed's; unpickling would create a directory."""
 
     class Program:
         def __reduce__(self):

@@ -13,7 +13,7 @@ def examples(count=50):
     return [Example(i, str(i), list(range(10 + i % 7)), 4) for i in range(count)]
 
 
-def test_an_epoch_is_every_example_once_and_depends_on_seed_and_epoch_alone():
+def test_an_epoch_holds_every_example_once_in_an_order_given_by_the_seed():
     first = batches(examples(), 64, seed=0, epoch=0)
     assert sorted(e.index for batch in first for e in batch) == list(range(50))
     assert first == batches(examples(), 64, seed=0, epoch=0)
@@ -21,13 +21,13 @@ def test_an_epoch_is_every_example_once_and_depends_on_seed_and_epoch_alone():
     assert all(sum(e.response_length for e in batch) <= 64 for batch in first)
 
 
-def test_a_response_longer_than_a_batch_is_a_batch():
+def test_a_response_longer_than_a_batch_is_a_batch_of_its_own():
     long = Example(0, "a", list(range(100)), 4)
     assert batches([long], 8, seed=0, epoch=0) == [[long]]
 
 
-def test_draft_vocabulary_holds_the_end_token_and_the_most_frequent():
-    data = [Example(0, "a", [9, 9, 5, 5, 5, 7], 2)]  # 9 stands in the prompt only
+def test_draft_vocabulary_holds_the_end_token_and_the_most_frequent_response_tokens():
+    data = [Example(0, "a", [9, 9, 5, 5, 5, 7], 2)]  # 9 occurs in the prompt only
     assert frequent_tokens(data, 3, frozenset({3})) == [3, 5, 7]
     assert frequent_tokens(data, 5, frozenset({3})) == [0, 1, 3, 5, 7]
 
@@ -47,14 +47,16 @@ def test_data_of_another_target_is_refused(distilled, target, monkeypatch):
         load_distilled([distilled], target, max_length=2048, held_out=0.1, prompts=4)
 
 
-def test_nothing_to_train_on(distilled, target):
+def test_data_without_usable_responses_is_refused(distilled, target):
     with pytest.raises(DataError, match="no response"):
         load_distilled([distilled], target, max_length=8, held_out=0.1, prompts=4)
 
 
-def test_text_is_cut_and_some_of_it_is_held_out(target, tmp_path):
-    """JSONL and plain text give the same pieces; no token is lost but those of the held-out texts. Neither a byte order
-    mark nor U+2028, which Unicode takes for the end of a line, is in the way."""
+def test_text_files_are_cut_and_partly_held_out(target, tmp_path):
+    """JSONL and plain text give the same pieces, and every token is in a piece or a held-out text.
+
+    A byte order mark and U+2028, a Unicode line separator, change nothing.
+    """
     texts = [f"The {n}th story has many words,\u2028and it goes on for a while. " * 6 for n in range(12)]
     rows = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
     (tmp_path / "a.jsonl").write_text(rows, encoding="utf-8-sig")
@@ -71,7 +73,7 @@ def test_text_is_cut_and_some_of_it_is_held_out(target, tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"), [('{"prompt": "x"}', ":1: no `text`"), ("{", ":1: not JSON"), ("", "no text")]
 )
-def test_text_that_is_none(target, tmp_path, content, says):
+def test_invalid_text_files_are_refused(target, tmp_path, content, says):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(DataError, match=says):
         load_text(tmp_path / "a.jsonl", target, 50, 0.25, 2)
@@ -90,8 +92,8 @@ def load(monkeypatch, target, found, held_out):
     ("held_out", "says"),
     [(1e-9, "no prompt of five is held out"), (1 - 1e-9, "all 5 prompts of five would be held out")],
 )
-def test_five_prompts_are_trained_on(distilled, target, monkeypatch, capsys, held_out, says):
-    """Whether the split would hold out none or all of them."""
+def test_a_split_with_an_empty_side_trains_on_every_prompt(distilled, target, monkeypatch, capsys, held_out, says):
+    """The warning says which of the two happened."""
     corpus = load(monkeypatch, target, records(distilled, 5), held_out)
     assert [e.index for e in corpus.train] == list(range(5)) and corpus.held_out == []
     assert says in capsys.readouterr().err
@@ -101,8 +103,8 @@ def test_five_prompts_are_trained_on(distilled, target, monkeypatch, capsys, hel
 
 
 @pytest.mark.parametrize("held_out", [1e-9, 1 - 1e-9])
-def test_texts_that_are_cut_are_counted(distilled, target, monkeypatch, capsys, held_out):
-    """Also if the split would hold out all prompts."""
+def test_cut_texts_are_counted(distilled, target, monkeypatch, capsys, held_out):
+    """This holds too if the split would hold out all prompts."""
     found = records(distilled, 5)
     lengths = sorted(len(one["prompt_ids"] + one["response_ids"]) for one in found)
     limit = max(lengths[2], max(len(one["prompt_ids"]) for one in found) + 2)
@@ -113,7 +115,7 @@ def test_texts_that_are_cut_are_counted(distilled, target, monkeypatch, capsys, 
     assert capsys.readouterr().err.count(f"{len(lost)} texts cut") == 1
 
 
-def test_empty_responses_are_left_out(distilled, target, monkeypatch, capsys):
+def test_empty_responses_are_skipped(distilled, target, monkeypatch, capsys):
     found = records(distilled, 5)
     found[1]["response_ids"], found[2]["response_ids"] = [], found[2]["response_ids"][:1]
     corpus = load(monkeypatch, target, found, 1e-9)
@@ -121,8 +123,8 @@ def test_empty_responses_are_left_out(distilled, target, monkeypatch, capsys):
     assert "2 responses left out" in capsys.readouterr().err
 
 
-def test_the_rows_that_pad_an_embedding_are_the_last_choice():
-    """Models round their vocabulary up; ids behind the tokenizer's never occur and would be wasted head rows."""
+def test_padding_rows_of_the_embedding_are_chosen_last():
+    """Models round up their vocabulary; ids beyond the tokenizer's never occur and would waste rows of the head."""
     data, tokenizer, embedding = [Example(0, "a", [9, 7, 7, 11], 1)], 12, 16
     assert max(frequent_tokens(data, tokenizer, frozenset({3}))) == tokenizer - 1
     assert frequent_tokens(data, embedding, frozenset({3})) == list(range(embedding))

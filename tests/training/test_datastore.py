@@ -1,4 +1,4 @@
-"""train-drafter --arch retrieval: no steps, a drafter directory like every other, nothing of the held-out prompts."""
+"""train-drafter --arch retrieval takes no steps, and writes a drafter without the held-out prompts."""
 
 import json
 
@@ -24,7 +24,7 @@ def recipe(distilled, place, **changes):
     return TrainRecipe(**{**values, **changes})
 
 
-def test_collected_measured_and_loaded(distilled, target, tmp_path):
+def test_a_datastore_is_collected_measured_and_loaded(distilled, target, tmp_path):
     made = recipe(distilled, tmp_path)
     result = train_drafter(made, Run(tmp_path))
     corpus = load_distilled([distilled], target, 2048, 0.2, 4)
@@ -49,7 +49,7 @@ def test_collected_measured_and_loaded(distilled, target, tmp_path):
 
 
 def test_held_out_prompts_are_not_in_the_store(distilled, target, tmp_path):
-    """Or its mat would measure memory."""
+    """Otherwise its mean accepted tokens would measure memorization."""
     result = train_drafter(recipe(distilled, tmp_path), Run(tmp_path))
     store = load_drafter(result.drafter, target, DraftingRecipe()).corpus.tokens.tolist()
     corpus = load_distilled([distilled], target, 2048, 0.2, 4)
@@ -60,12 +60,12 @@ def test_held_out_prompts_are_not_in_the_store(distilled, target, tmp_path):
 @pytest.mark.parametrize(
     "changes", [{"drafter": DrafterRecipe(num_heads=2)}, {"objective": "ce"}], ids=["drafter", "objective"]
 )
-def test_what_only_a_trained_drafter_has(distilled, tmp_path, changes):
+def test_options_of_trained_drafters_are_refused(distilled, tmp_path, changes):
     with pytest.raises(RecipeError, match="retrieval"):
         train_drafter(recipe(distilled, tmp_path, **changes), Run(tmp_path))
 
 
-def test_one_process(distilled, tmp_path, monkeypatch):
+def test_several_processes_are_refused(distilled, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="single process"):
         train_drafter(recipe(distilled, tmp_path), Run(tmp_path))

@@ -1,4 +1,4 @@
-"""A training goes on with another number of processes: its optimizer's state is divided anew, and so is its epoch."""
+"""A training resumes with another number of processes: optimizer state and epoch are divided again."""
 
 import json
 import os
@@ -30,14 +30,13 @@ def launch(distilled, place, processes, stages, *actions):
 @pytest.mark.parametrize(
     ("processes", "stages"),
     [(2, (2, 3)), (3, (1, 2, 3))],
-    ids=["2", "3"],  # 3 divide few sizes; stages 1 and 2 have DeepSpeed's optimizer in common
+    ids=["2", "3"],  # 3 divides few sizes evenly; stages 1 and 2 share DeepSpeed's optimizer
 )
 @pytest.mark.slow
-def test_every_zero_stage_goes_on_with_more_processes_and_with_fewer(
+def test_every_zero_stage_resumes_with_more_and_with_fewer_processes(
     distilled, target, tmp_path, monkeypatch, processes, stages
 ):
-    """From one to several and back, with the losses of a training that was not stopped; and with as many as before, to
-    the last bit."""
+    """Losses equal an uninterrupted training, and are bitwise equal if the number of processes stays the same."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     alone = {stage: losses(distilled, tmp_path, "fresh:alone", stage) for stage in stages}
     said = launch(distilled, tmp_path, processes, stages, "fresh:several", "resume:several", "resume:alone")
@@ -61,8 +60,8 @@ ON_CPU = {"device": "cpu"}
     ],
     ids=str,
 )
-def test_other_divisions_go_on_exactly(distilled, target, tmp_path, monkeypatch, zero):
-    """What DeepSpeed's own options change in how a state is divided, or where it is."""
+def test_other_partitions_of_the_state_resume_exactly(distilled, target, tmp_path, monkeypatch, zero):
+    """Covers DeepSpeed options that change how the state is divided or where it is stored."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     (tmp_path / "run").mkdir()
     options = dict(features=FeatureRecipe(mode="online"), resume=True, deepspeed={"zero_optimization": zero})
@@ -82,7 +81,7 @@ def test_other_divisions_go_on_exactly(distilled, target, tmp_path, monkeypatch,
 
 @pytest.fixture
 def trainer_of(distilled, target, tmp_path, monkeypatch):
-    """A trainer with batches of few texts, as one of so many processes; it goes on from a checkpoint that is there."""
+    """Return `make(world)`: a trainer with small batches, as one of `world` processes, resumed if possible."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     (tmp_path / "run").mkdir()
 
@@ -99,7 +98,7 @@ def trainer_of(distilled, target, tmp_path, monkeypatch):
 
 
 def advance(trainer, steps):
-    """Indices of the texts of the next steps, whose updates are left out."""
+    """Take steps without updates and return the indices of their texts."""
     seen = []
     trainer.forward = lambda chosen: seen.extend(e.index for share in chosen for e in share) or ZEROS
     trainer._check_gradients = trainer._check_norm = lambda: None
@@ -115,9 +114,9 @@ def advance(trainer, steps):
 ZEROS = torch.zeros(()), torch.ones(()), []
 
 
-def test_each_text_comes_once_in_an_epoch_of_several_numbers_of_processes(trainer_of, capsys):
-    """Those that two processes have had, then those that three have had, and the rest by one; the next epoch has all
-    again."""
+def test_every_text_is_seen_once_in_an_epoch_resumed_with_other_process_counts(trainer_of, capsys):
+    """Three steps with two processes, two with three, and the rest with a single process; the next epoch has all
+    texts."""
     seen = []
     for world, steps in ((2, 3), (3, 2)):
         trainer = trainer_of(world)
@@ -137,7 +136,7 @@ def test_each_text_comes_once_in_an_epoch_of_several_numbers_of_processes(traine
     assert "WORLD_SIZE was 2" in told and "is 1 now: the rest of the epoch is distributed again" in told
 
 
-def test_an_epoch_that_has_ended_is_not_gone_on_with(trainer_of):
+def test_a_finished_epoch_is_not_resumed(trainer_of):
     trainer = trainer_of(1)
     trainer.state.place = len(trainer.batches(0))
     trainer._redistribute_epoch(trainer.checkpoints, replace(trainer.state, world=1))
@@ -146,7 +145,7 @@ def test_an_epoch_that_has_ended_is_not_gone_on_with(trainer_of):
 
 @pytest.fixture(scope="module", params=[0, 2])
 def saved(request, distilled, target, tmp_path_factory):
-    """(recipe, trainer that could go on) of a step at ZeRO 0 with Muon, and at ZeRO 2."""
+    """Return (recipe, trainer to load into) after one saved step: ZeRO 0 with Muon, or ZeRO 2."""
     place = tmp_path_factory.mktemp("saved")
     made = recipe(
         distilled,
@@ -190,7 +189,7 @@ MOMENT = "momentum_buffer.", "exp_avg."
         ),
     ],
 )
-def test_what_would_fail_or_mislead_later_does_not_fit(saved, monkeypatch, damage, says):
+def test_a_state_that_does_not_fit_is_refused_before_it_is_loaded(saved, monkeypatch, damage, says):
     made, trainer = saved
     before = loop.weights(trainer.engine)
     path = checkpoint.directory(made.output) / "step-00000001"

@@ -1,4 +1,4 @@
-"""Precision: products in bf16, weights and optimizer state in fp32, whatever DeepSpeed does."""
+"""Precision under DeepSpeed: products in bf16, weights and optimizer state in fp32."""
 
 import math
 
@@ -14,7 +14,7 @@ from tests.training.small import recipe
 
 
 def floats(state):
-    """Dtypes of all tensors of an optimizer's state but its step counters."""
+    """Return the dtypes of all optimizer tensors except the step counters."""
     return {t.dtype for values in state.values() for t in values.values() if torch.is_tensor(t) and t.numel() > 1}
 
 
@@ -26,10 +26,12 @@ def floats(state):
         (2, False),
         pytest.param(3, True, marks=pytest.mark.slow),
     ],
-)  # DeepSpeed has one optimizer for stages 1 and 2
-def test_bf16_products_over_fp32_weights(distilled, target, tmp_path, monkeypatch, stage, checkpointing):
-    """Under every ZeRO stage. DeepSpeed asks for the autocast of the GPU and switches off what it finds outside of its
-    engine; here it is told that of the CPU, which is what happens on a GPU."""
+)  # DeepSpeed uses one optimizer for stages 1 and 2
+def test_bf16_products_use_fp32_weights(distilled, target, tmp_path, monkeypatch, stage, checkpointing):
+    """DeepSpeed checks the GPU's autocast and disables autocast set outside its engine.
+
+    Here that check returns the CPU's autocast, which reproduces the behavior on a GPU.
+    """
     real = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: real(*device or ("cpu",)))
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
@@ -51,8 +53,8 @@ def test_bf16_products_over_fp32_weights(distilled, target, tmp_path, monkeypatc
     assert {t.dtype for t in kept.values() if t.is_floating_point()} == {torch.float32}
 
 
-def test_without_held_out_prompts_the_last_weights_are_kept(distilled, target, tmp_path, monkeypatch):
-    """Not those of the first evaluation, and no `mat` is claimed."""
+def test_without_held_out_prompts_the_last_weights_are_saved(distilled, target, tmp_path, monkeypatch):
+    """Not the weights of the first evaluation; and no `mat` is reported."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     values = recipe(distilled, tmp_path, eval=HeldOutRecipe(every=1, fraction=1e-9))
     trainer = loop.make_trainer(values, Run(tmp_path))

@@ -1,4 +1,4 @@
-"""The arithmetic of the estimate: against published sizes, and that more of what helps does help."""
+"""The cost estimate agrees with published sizes, and reacts to each option in the right direction."""
 
 import math
 from dataclasses import replace
@@ -34,8 +34,8 @@ def of(machine=None, texts=TEXTS, **changes):
     return estimate(TrainRecipe(**changes), LLAMA31_8B, machine or h100(), texts)
 
 
-def test_parameters_are_the_published_ones():
-    """The EAGLE-3 head published for this target has 8.5e8 bytes of fp16 weights."""
+def test_parameter_counts_match_published_models():
+    """The published EAGLE-3 head for this target has 8.5e8 bytes in fp16."""
     found = of()
     assert found.target_parameters == pytest.approx(8.03e9, rel=1e-3)
     assert found.drafter_parameters == pytest.approx(4.25e8, rel=0.01)
@@ -50,25 +50,25 @@ def test_the_builtin_target_and_its_head_are_counted_exactly():
     assert found.drafter_parameters == sum(p.numel() for p in head.parameters())
 
 
-def test_tokens_pay_for_the_experts_they_visit_and_for_no_lookup():
+def test_active_parameters_exclude_idle_experts_and_the_embedding():
     sizes = dict(vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
     outline = Outline.of(MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=2), torch.bfloat16)
     experts = 2 * 8 * 3 * 64 * 256
-    matrices = outline.parameters - 5 * 64  # norms
+    matrices = outline.parameters - 5 * 64  # minus norms
     assert outline.active == matrices - experts * 3 // 4 - 1000 * 64
 
 
-def test_each_layer_is_counted_and_all_but_the_last_run_over_the_prompts():
+def test_each_drafter_layer_adds_to_parameters_compute_and_memory():
     one, two, three = (of(drafter={"num_layers": count}) for count in (1, 2, 3))
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     assert two.drafter_parameters - one.drafter_parameters == layer + 2 * 4096
     assert three.drafter_parameters - two.drafter_parameters == layer + 2 * 4096
-    first = layer + 4096 * (4096 + 2 * 1024)  # its projections read twice as much
-    prompts = TEXTS.responses * TEXTS.prompt_tokens * 5  # epochs
+    first = layer + 4096 * (4096 + 2 * 1024)  # the projections of the first layer read two inputs
+    prompts = TEXTS.responses * TEXTS.prompt_tokens * 5  # times epochs
     longer = replace(TEXTS, prompt_tokens=2 * TEXTS.prompt_tokens)
     added = [of(texts=longer, drafter={"num_layers": count}).flops for count in (1, 2, 3)]
     target = added[0] - one.flops
-    inputs, rest = PROMPT_COST * layer, 1 - PROMPT_COST  # the last layer computes only keys and values
+    inputs, rest = PROMPT_COST * layer, 1 - PROMPT_COST  # in prompts, the last layer computes only keys and values
     assert added[1] - two.flops - target == pytest.approx(6 * prompts * (inputs + rest * first), rel=0.01)
     assert added[2] - three.flops - target == pytest.approx(
         6 * prompts * (2 * inputs + rest * (first + layer)), rel=0.01
@@ -77,18 +77,18 @@ def test_each_layer_is_counted_and_all_but_the_last_run_over_the_prompts():
     assert one.hours < two.hours < three.hours
 
 
-def test_drafter_state_is_sixteen_bytes_a_parameter_and_falls_with_the_stage():
+def test_drafter_state_is_16_bytes_per_parameter_and_shrinks_with_the_zero_stage():
     states = [of(optimizer={"type": "adamw"}, zero_stage=stage).memory_gb["drafter"] for stage in range(4)]
     assert states[0] == pytest.approx(16 * of().drafter_parameters / 1e9)
     assert states == sorted(states, reverse=True)
     assert len(set(states)) == 4
 
 
-def test_muon_keeps_less_than_adamw():
+def test_muon_needs_less_memory_than_adamw():
     assert of(optimizer={"type": "muon"}).memory_gb["drafter"] < of(optimizer={"type": "adamw"}).memory_gb["drafter"]
 
 
-def test_more_gpus_are_faster_and_share_the_batch():
+def test_more_gpus_are_faster_and_split_the_batch():
     one, eight = of(h100(1)), of(h100(8))
     assert eight.hours == pytest.approx(one.hours / 8, rel=0.01)
     assert 0.99 < eight.useful_share < one.useful_share == 1
@@ -98,14 +98,14 @@ def test_more_gpus_are_faster_and_share_the_batch():
     assert eight.memory_gb["target"] == one.memory_gb["target"]
 
 
-def test_a_spread_target_takes_less_of_each_gpu_and_no_less_time():
-    """Layers on several GPUs work one after the other: eight GPUs of one process are not eight times as fast."""
+def test_spreading_the_target_saves_memory_but_no_time():
+    """Layers on several GPUs run in sequence: eight GPUs in one process are not eight times as fast."""
     spread, single = of(h100(8, 1)), of(h100(1))
     assert spread.memory_gb["target"] == pytest.approx(single.memory_gb["target"] / 8)
     assert spread.hours == single.hours
 
 
-def test_cached_features_save_passes_of_the_target_and_take_disk():
+def test_cached_features_save_target_passes_and_use_disk():
     online, cached = (of(features={"mode": mode}) for mode in ("online", "cached"))
     assert cached.flops < online.flops
     assert "features" not in online.disk_gb
@@ -113,22 +113,22 @@ def test_cached_features_save_passes_of_the_target_and_take_disk():
     assert cached.disk_gb["features"] == pytest.approx(tokens * 4096 * 2 / 1e9)
 
 
-def test_features_that_are_kept_are_on_a_gpu_for_two_batches():
-    """The next one's are copied while a step computes; a CPU has nothing to copy."""
+def test_kept_features_occupy_a_gpu_for_two_batches():
+    """The next batch is copied during a step; a CPU needs no copy."""
     for device, batches in ((h100(), 2), (CPU, 1)):
         once, kept = (of(device, features={"mode": mode}).memory_gb["features"] for mode in ("online", "cached"))
         assert kept == pytest.approx(batches * once)
 
 
-def test_features_in_memory_are_in_that_of_the_host():
-    """Counted as a GPU's they refused trainings that fit: the host has many times its memory."""
+def test_features_in_memory_count_as_host_memory():
+    """Counting them as GPU memory refused trainings that fit."""
     for device, more in ((h100(), 1), (CPU, 10)):
         cached, kept = (of(device, features={"mode": mode}).memory_gb["features"] for mode in ("cached", "memory"))
         assert kept == cached if more == 1 else kept > more * cached
 
 
 def test_a_target_that_does_not_fit_is_loaded_without_its_layers():
-    """Where features come from elsewhere: 2.1 B of 70.6 B parameters. One that fits, or has to be whole, is whole."""
+    """If features come from elsewhere, 2.1 B of 70.6 B parameters are loaded; a target that fits is loaded whole."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     large = LlamaConfig(**{**LLAMA31_8B.to_dict(), **sizes, "head_dim": 128})
 
@@ -148,13 +148,13 @@ def test_a_target_that_does_not_fit_is_loaded_without_its_layers():
         assert found.loaded_parameters == found.target_parameters
 
 
-def test_an_independent_drafter_does_not_pay_for_the_target():
+def test_an_independent_drafter_needs_no_target_pass():
     found = of(arch="lm")
     assert "target's forward" not in found.memory_gb
     assert found.flops < of().flops / 10
 
 
-def test_what_does_not_fit_is_said_with_the_keys_that_help():
+def test_a_training_that_does_not_fit_gets_advice_that_helps():
     found = of(h100(1))
     assert not found.fits
     (batch,) = (line for line in found.advice if line.startswith("batch_tokens="))
@@ -167,9 +167,8 @@ def test_what_does_not_fit_is_said_with_the_keys_that_help():
 LONG = dict(max_length=131_072, drafter={"sliding_window": 2048}, batch_tokens=16_384, features={"mode": "cached"})
 
 
-def test_long_texts_in_pieces_take_the_memory_of_a_piece():
-    """With long prompts or long responses, twice the length takes the same memory in a step of the head. Only the
-    target's KV cache is larger."""
+def test_memory_for_long_texts_in_pieces_is_that_of_one_piece():
+    """Twice the prompt or response takes the same memory in a head step; only the target's KV cache grows."""
     for short, long in (((500, 30_000), (500, 60_000)), ((30_000, 100), (60_000, 100))):
         one, two = (of(texts=Texts(1000, *size, False), piece_length=8192, **LONG).memory_gb for size in (short, long))
         whole = of(texts=Texts(1000, *long, False), **LONG).memory_gb
@@ -178,15 +177,15 @@ def test_long_texts_in_pieces_take_the_memory_of_a_piece():
         assert two["target's forward"] > one["target's forward"]
 
 
-def test_a_text_longer_than_the_limit_is_counted_as_it_is_cut():
+def test_texts_over_the_limit_are_counted_as_cut():
     cut, fitting = (
         of(texts=Texts(100, *size, False), features={"mode": "cached"}) for size in ((2000, 50_000), (2, 2046))
     )
     assert cut.disk_gb["features"] == pytest.approx(fitting.disk_gb["features"], rel=0.01)
 
 
-def test_a_long_text_pays_for_attention_and_a_piece_for_the_text_before_it():
-    """8.03 B parameters less the embedding, and 2 · 32 layers · 4096 channels · S² FLOPs."""
+def test_long_texts_pay_for_attention_and_pieces_for_their_prefix():
+    """8.03 B parameters minus the embedding, and 2 · 32 layers · 4096 channels · S² FLOPs."""
     text = Texts(1000, 500, 100_000, False)
     cached = of(texts=text, piece_length=8192, **LONG)
     target = 1000 * (2 * 7.5e9 * 100_500 + 2 * 32 * 4096 * 100_500**2)
@@ -200,14 +199,14 @@ def test_a_long_text_pays_for_attention_and_a_piece_for_the_text_before_it():
     assert anew > 2 * kept
 
 
-def test_a_piece_that_does_not_fit_is_to_be_shorter():
+def test_a_piece_that_does_not_fit_gets_advice_for_a_shorter_one():
     found = of(h100(1), texts=Texts(1000, 60_000, 100, False), piece_length=32_768, **LONG)
     (shorter,) = (line for line in found.advice if line.startswith("piece_length="))
     size = int(shorter.removeprefix("piece_length=").split()[0])
     assert of(h100(1), texts=Texts(1000, 60_000, 100, False), piece_length=size - 256, **LONG).fits
 
 
-def test_a_time_limit_ends_the_estimate():
+def test_a_time_limit_bounds_the_estimate():
     assert of(max_minutes=1.0).hours == pytest.approx(1 / 60)
 
 
@@ -222,7 +221,7 @@ def test_a_time_limit_ends_the_estimate():
         ({"threads": 3}, {"device": "cpu"}, {}, ("cpu", 3, 1)),
     ],
 )
-def test_which_machine_is_meant(resources, target, environ, expected):
+def test_the_machine_follows_from_recipe_and_environment(resources, target, environ, expected):
     recipe = TrainRecipe(resources=ResourceRecipe(**resources), target=TargetRecipe(**target))
     found = machine_for(recipe, environ)
     assert found is not None
@@ -230,12 +229,12 @@ def test_which_machine_is_meant(resources, target, environ, expected):
     assert found.memory_gb > 0
 
 
-def test_every_name_of_the_recipe_is_in_the_table():
+def test_the_device_table_has_every_gpu_of_the_recipe():
     assert set(machine.DEVICES) == set(get_args(Gpu))
     assert set(machine.PRODUCTS.values()) < set(machine.DEVICES)
 
 
-def test_options_of_the_engine_do_not_reset_the_stage():
+def test_zero_options_do_not_reset_the_stage():
     """A shallow merge of `zero_optimization` would silently fall back to stage 0."""
     recipe = TrainRecipe(zero_stage=2, deepspeed={"zero_optimization": {"overlap_comm": False}})
     config = engine.engine_config(recipe)
@@ -243,8 +242,8 @@ def test_options_of_the_engine_do_not_reset_the_stage():
     assert config["gradient_clipping"] == recipe.optimizer.clip
 
 
-def test_the_stage_of_the_json_is_that_of_the_recipe():
-    """Otherwise the optimizer would be chosen for whole matrices, and get parts of them."""
+def test_the_recipe_takes_the_stage_of_its_deepspeed_options():
+    """Otherwise the optimizer would be chosen for whole matrices but would get partitioned ones."""
     recipe = TrainRecipe(deepspeed={"zero_optimization": {"stage": 2}})
     assert (recipe.zero_stage, recipe.optimizer_type) == (2, "adamw")
     assert TrainRecipe(**recipe.model_dump()).zero_stage == 2

@@ -1,5 +1,7 @@
-"""Training without the target's layers: the same head from the same features, chosen by what held-out responses let
-expect, on states that are looked at as far as the vocabulary head can."""
+"""Training without the target's layers gives the same head, chosen by the draft length expected on held-out responses.
+
+Served states are checked as far as the vocabulary head allows.
+"""
 
 import math
 from dataclasses import replace
@@ -49,7 +51,7 @@ def ends():
 
 @pytest.fixture
 def engine(target, tmp_path):
-    """A capture server of the target for `TAPS`, whose log probabilities are its own."""
+    """A capture server of the target for `TAPS`, with the target's own log probabilities."""
     (tmp_path / "files").mkdir()
     states = partial(raw_states, target, layers=(2, 5, 7, LAST))
     with CapturingEngine(target.tokenizer, "vllm", tmp_path / "files", states) as server:
@@ -62,7 +64,7 @@ def asking(engine, **options):
 
 
 def train(distilled, place, features, **changes):
-    """The lines of its metrics, the weights and facts of the drafter, the result."""
+    """Train, and return (metrics, saved drafter, result)."""
     place.mkdir(parents=True, exist_ok=True)
     kept = features.model_copy(update={"dir": place.parent / "features"})
     try:
@@ -77,8 +79,8 @@ def train(distilled, place, features, **changes):
 @pytest.mark.parametrize(
     "arch", [arch if arch in OFTEN else pytest.param(arch, marks=pytest.mark.slow) for arch in HEADS]
 )
-def test_a_head_learns_the_same(distilled, engine, target, tmp_path, arch):
-    """Bitwise, of whatever family; what was not measured is not said to be."""
+def test_a_head_trained_without_the_target_layers_is_identical(distilled, engine, target, tmp_path, arch):
+    """Bitwise, for every family; the card reports an expected length, not a measured one."""
     engine.states = partial(raw_states, target, layers=(*TAPS.get(arch, ()), LAST))
     changes = {"arch": arch, "drafter": DrafterRecipe(vocab_size=256 if arch in ("eagle3", "peagle") else None)}
     whole = train(distilled, tmp_path / "whole", asking(engine, whole_target=True), **changes)
@@ -96,8 +98,8 @@ def test_a_head_learns_the_same(distilled, engine, target, tmp_path, arch):
 
 
 @pytest.mark.slow
-def test_the_best_of_what_is_expected_is_kept(distilled, engine, tmp_path, monkeypatch):
-    """That of the second of three checks; what is reported comes from the other half of the texts."""
+def test_the_checkpoint_with_the_best_expected_length_is_kept(distilled, engine, tmp_path, monkeypatch):
+    """The second of three checks is best; the reported value comes from the other half of the texts."""
     told = [ExpectedLength(1 + share, [share]) for share in (0.25, 0.5, 0.125)]
     halves = iter([(one, ExpectedLength(1.0625, [0.0625])) for one in told])
     monkeypatch.setattr(HeldOut, "measure", lambda *_: next(halves))
@@ -109,9 +111,11 @@ def test_the_best_of_what_is_expected_is_kept(distilled, engine, tmp_path, monke
 
 
 @pytest.mark.parametrize("arch", ["eagle3", pytest.param("medusa", marks=pytest.mark.slow)])
-def test_what_is_expected_is_what_the_drafter_says(distilled, target, tmp_path, arch):
-    """The drafter itself, teacher-forced on the target's greedy text, counted draft by draft. It was trained on these
-    texts: after few steps it hits some of their tokens."""
+def test_counted_hits_equal_those_of_the_drafter(distilled, target, tmp_path, arch):
+    """The drafter, teacher-forced on greedy text of the target, is counted draft by draft.
+
+    It was trained on these texts, so that a few steps give some hits.
+    """
     made = recipe(distilled, tmp_path, arch=arch, drafter=DrafterRecipe(), max_steps=40, ttt_steps=3, batch_tokens=256)
     loop.train_drafter(made, Run(tmp_path))
     prompts = [one.tokens[: one.prompt_length] for one in load_corpus(made, target).train[:6]]
@@ -135,7 +139,7 @@ def test_what_is_expected_is_what_the_drafter_says(distilled, target, tmp_path, 
         drafted = rows.logits.argmax(-1).expand(depths, -1)
         drafted = drafted if rows.ids is None else rows.ids[drafted]
         counted = torch.zeros(depths, 2)
-        for start in range(first, len(ids)):  # of the draft's first token
+        for start in range(first, len(ids)):  # first token of the draft
             for depth in range(min(depths, len(ids) - start)):
                 counted[depth, 1] += 1
                 if drafted[depth, start + depth - first] != ids[start + depth]:
@@ -152,8 +156,8 @@ def test_what_is_expected_is_what_the_drafter_says(distilled, target, tmp_path, 
     assert hits[1] and drafts[1] > hits[1], "or it shows nothing"
 
 
-def test_from_features_that_are_kept(distilled, tmp_path, monkeypatch):
-    """Without a server, once they are all there; what is missing is refused before anything is written."""
+def test_training_from_cached_features_needs_no_target_layers(distilled, tmp_path, monkeypatch):
+    """No server is needed either. Missing features are refused before anything is written."""
     with pytest.raises(UsageError, match="shards of target features are missing in") as error:
         train(distilled, tmp_path / "none", FeatureRecipe(mode="cached", whole_target=False))
     assert "whole_target=true" in error.value.hint and not (tmp_path / "features").exists()
@@ -165,7 +169,7 @@ def test_from_features_that_are_kept(distilled, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_drafter_is_adapted(distilled, engine, tmp_path):
+def test_an_adapter_is_trained_without_the_target_layers(distilled, engine, tmp_path):
     train(distilled, tmp_path / "first", asking(engine, whole_target=False))
     start = tmp_path / "first" / "drafter"
     changes = {"init": start, "drafter": DrafterRecipe(), "lora": LoraRecipe(enabled=True)}
@@ -175,8 +179,8 @@ def test_a_drafter_is_adapted(distilled, engine, tmp_path):
     assert losses[0] == losses[1] and ends[2].expected_mat >= 1
 
 
-def test_the_recipe_decides_or_the_memory_does(distilled, tmp_path, monkeypatch):
-    """The 70B of a table beside a GPU that holds it, and one that does not."""
+def test_layers_are_loaded_by_the_recipe_or_if_they_fit(distilled, tmp_path, monkeypatch):
+    """The size of the host memory decides unless the recipe sets `whole_target`."""
     server = FeatureRecipe(mode="server")
     made = recipe(distilled, tmp_path, features=server)
     assert estimate.loads_layers_here(made)
@@ -198,7 +202,7 @@ def test_the_recipe_decides_or_the_memory_does(distilled, tmp_path, monkeypatch)
         ("other texts", "of the next tokens"),
     ],
 )
-def test_states_that_are_not_the_targets_are_refused(distilled, ends, target, engine, tmp_path, fault, says):
+def test_wrong_states_from_a_server_are_refused(distilled, ends, target, engine, tmp_path, fault, says):
     states, logprobs, asked = engine.states, engine.logprobs, []
 
     def stale(ids):
@@ -224,8 +228,8 @@ def test_states_that_are_not_the_targets_are_refused(distilled, ends, target, en
     assert not list((tmp_path / "features").glob("*/*.safetensors"))
 
 
-def test_without_log_probabilities_the_texts_are_asked(distilled, ends, target, engine, tmp_path):
-    """Rounding passes; and what cannot be told is not: other layers beside the last."""
+def test_states_without_log_probabilities_are_checked_against_the_texts(distilled, ends, target, engine, tmp_path):
+    """Rounding is accepted. Swapped auxiliary layers pass too, because this check sees only the last layer."""
     engine.logprobs = lambda ids: None
     states = engine.states
     engine.states = lambda ids: (states(ids)[:, [1, 0, 2, 3]] * 1.001).bfloat16()
@@ -245,6 +249,6 @@ def test_without_log_probabilities_the_texts_are_asked(distilled, ends, target, 
         ({"features": {"mode": "online", "whole_target": False}}, "mode online runs the target's layers"),
     ],
 )
-def test_recipes_that_need_the_layers(changes, says):
+def test_recipes_that_need_the_target_layers_are_refused(changes, says):
     with pytest.raises(ValidationError, match=says):
         TrainRecipe.model_validate(changes)

@@ -1,4 +1,4 @@
-"""Target features are the same wherever they are kept, survive a kill, and never belong to something else."""
+"""Target features are the same in every storage mode, survive a kill, and are never used for other data."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def examples():
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    """About three examples in each."""
+    """Limit shards to about three examples each."""
     monkeypatch.setattr(features, "SHARD_BYTES", 2**16)
 
 
@@ -53,13 +53,13 @@ def shards(place):
 
 
 def same(ours, theirs):
-    """Bitwise, example by example."""
+    """Return whether the features are bitwise equal, example by example."""
     pairs = [(vars(a).values(), vars(b).values()) for a, b in zip(ours, theirs, strict=True)]
     return all(torch.equal(x, y) for a, b in pairs for x, y in zip(a, b, strict=True))
 
 
 def train(distilled, place, mode, **changes):
-    """Losses of three steps and the weights."""
+    """Return the losses of three steps and the weights."""
     place.mkdir(parents=True, exist_ok=True)
     features = FeatureRecipe(mode=mode, dir=place.parent / "features")
     try:
@@ -73,10 +73,8 @@ def train(distilled, place, mode, **changes):
 
 
 @pytest.mark.slow
-def test_every_mode_trains_the_same_and_a_run_goes_on_where_it_was(
-    distilled, target, tmp_path, monkeypatch, small_shards
-):
-    """Bitwise in fp32; the cached run is stopped once while it writes features and once after a step."""
+def test_every_mode_trains_the_same_and_a_stopped_run_resumes(distilled, target, tmp_path, monkeypatch, small_shards):
+    """Bitwise in fp32. The cached run is stopped once while writing features and once after a step."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     runs = {mode: train(distilled, tmp_path / mode, mode) for mode in ("memory", "online")}
     place = tmp_path / "cached"
@@ -126,7 +124,7 @@ def test_every_mode_trains_the_same_and_a_run_goes_on_where_it_was(
     ],
     ids=["truncated", "missing", "another shard", "empty", "flipped at the end", "in the middle", "resealed"],
 )
-def test_a_damaged_shard_is_made_again_alone(target, examples, tmp_path, small_shards, damage):
+def test_only_the_damaged_shard_is_computed_again(target, examples, tmp_path, small_shards, damage):
     first = cached(target, examples, tmp_path)
     expected = [dataclasses.replace(f) for f in FeatureStore(target, TAPS).get(examples)]
     files = shards(tmp_path)
@@ -149,7 +147,7 @@ def flip(path, at):
 
 
 def rewritten(path, change):
-    """A shard of this key that is whole, with something else in it."""
+    """Write a valid shard with the same key and changed tensors."""
     with safe_open(path, framework="pt") as file:
         tensors, about = {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()  # noqa: SIM118
     save_file(change(tensors), path, metadata=about)
@@ -170,10 +168,10 @@ def rewritten(path, change):
     ],
     ids=["truncated", "missing", "garbage", "another shard", "another type", "another shape"],
 )
-def test_a_shard_that_is_damaged_while_it_is_used_says_what_to_do(
+def test_a_shard_damaged_during_the_run_is_an_error_with_a_hint(
     target, examples, tmp_path, small_shards, capsys, damage, says
 ):
-    """Else it ends in a traceback of another library, or learns from something else; starting again repairs it."""
+    """Otherwise it would end in a traceback of another library or train on wrong features; a restart repairs it."""
     store = cached(target, examples, tmp_path)
     expected = FeatureStore(target, TAPS).get(examples)
     damage(shards(tmp_path)[1])
@@ -185,7 +183,7 @@ def test_a_shard_that_is_damaged_while_it_is_used_says_what_to_do(
     assert ("the file is computed again" in capsys.readouterr().err) == ("No such file" not in says)
 
 
-def test_other_taps_data_or_target_share_nothing(target, examples, tmp_path, monkeypatch):
+def test_other_taps_data_or_weights_get_another_directory(target, examples, tmp_path, monkeypatch):
     cached(target, examples, tmp_path)
     cached(target, examples, tmp_path, taps=(2, 1))
     cut = dataclasses.replace(examples[3], tokens=examples[3].tokens[:-1])
@@ -195,7 +193,7 @@ def test_other_taps_data_or_target_share_nothing(target, examples, tmp_path, mon
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_no_byte_is_written_where_there_is_no_room(target, examples, tmp_path, monkeypatch):
+def test_nothing_is_written_without_enough_disk_space(target, examples, tmp_path, monkeypatch):
     monkeypatch.setattr(features, "free_bytes", lambda path: 1000)
     with pytest.raises(SpecctlError, match=r"need 0\.0 GB more in .*, but only 0\.0 GB are free") as caught:
         cached(target, examples, tmp_path / "new")
@@ -205,7 +203,10 @@ def test_no_byte_is_written_where_there_is_no_room(target, examples, tmp_path, m
 
 @pytest.fixture
 def in_turn(target, examples, monkeypatch):
-    """Prepare the features of `world` processes, one after the other; what each finds is what all would have found."""
+    """Return `prepare(place, world)`, which runs the preparation of all ranks one after the other.
+
+    The sums over ranks that each process needs are recorded first and then injected.
+    """
 
     def prepare(place, world, recipe=CACHED):
         homes = [examples[rank::world] for rank in range(world)]
@@ -227,7 +228,7 @@ def in_turn(target, examples, monkeypatch):
         monkeypatch.setattr(features, "over_ranks", lambda values, device: sums)
         monkeypatch.setattr(
             feature_files.FeatureFiles, "check_visible", lambda self, numbers: None
-        )  # some are not there yet
+        )  # other ranks have not written yet
         for rank, store in enumerate(stores):
             store.prepare(examples, recipe, place, homes, rank)
         return stores
@@ -235,16 +236,16 @@ def in_turn(target, examples, monkeypatch):
     return prepare
 
 
-def test_the_processes_of_a_run_need_the_sum(target, examples, tmp_path, monkeypatch, in_turn):
-    """The share of each would fit."""
+def test_disk_space_is_checked_for_all_processes_together(target, examples, tmp_path, monkeypatch, in_turn):
+    """One process alone would fit."""
     need = FeatureStore(target, TAPS).estimate(examples)
     monkeypatch.setattr(features, "free_bytes", lambda path: need)
     with pytest.raises(SpecctlError, match="GB more"):
         in_turn(tmp_path, 2)
 
 
-def test_every_process_reads_what_any_has_written(target, examples, tmp_path, small_shards, in_turn):
-    """Each writes some shards, all of them whole; another number of processes computes nothing again."""
+def test_every_process_reads_the_shards_of_all(target, examples, tmp_path, small_shards, in_turn):
+    """Each process writes some shards; another number of processes computes nothing again."""
     whole = FeatureStore(target, TAPS).get(examples)
     stores = in_turn(tmp_path, 2)
     assert all(0 < store.target_tokens < sum(len(e.tokens) - 1 for e in examples) for store in stores)
@@ -254,15 +255,15 @@ def test_every_process_reads_what_any_has_written(target, examples, tmp_path, sm
     assert all(same(store.get(examples), whole) for store in again)
 
 
-def test_features_in_memory_have_a_home(target, examples, tmp_path, in_turn):
-    """What another process keeps is computed: one without a text in a batch runs somebody else's."""
+def test_features_in_memory_stay_with_one_process(target, examples, tmp_path, in_turn):
+    """Features kept elsewhere are computed again, for a process that has no text of its own in a batch."""
     whole = FeatureStore(target, TAPS).get(examples)
     for rank, store in enumerate(in_turn(tmp_path, 3, FeatureRecipe(mode="memory"))):
         assert store.is_sharded and set(store.kept) == {e.index for e in examples[rank::3]}
         assert same(store.get(examples), whole)
 
 
-def test_a_directory_of_one_node_alone_is_refused(target, examples, tmp_path):
+def test_a_directory_that_other_nodes_cannot_see_is_refused(target, examples, tmp_path):
     store = cached(target, examples, tmp_path)
     store.kept.check_visible([0])
     with pytest.raises(SpecctlError, match="not shared by all processes") as caught:
@@ -270,18 +271,20 @@ def test_a_directory_of_one_node_alone_is_refused(target, examples, tmp_path):
     assert "features.dir" in caught.value.hint
 
 
-def test_two_writers_of_one_directory(target, examples, tmp_path, small_shards):
+def test_a_second_writer_is_refused(target, examples, tmp_path, small_shards):
     store = cached(target, examples, tmp_path)
     with store.kept.writing():
-        cached(target, examples, tmp_path)  # a reader needs no lock
+        cached(target, examples, tmp_path)  # reading needs no lock
         shards(tmp_path)[0].unlink()
         with pytest.raises(SpecctlError, match="is being written by process"):
             cached(target, examples, tmp_path)
 
 
-def test_a_byte_a_number(target, examples, tmp_path, small_shards):
-    """Half of bf16's bytes, a quarter of fp32's; every number within half a step of e4m3, of its state's scale where it
-    is tiny. They are files of their own, which the next run finds whole."""
+def test_fp8_features_take_a_byte_per_number(target, examples, tmp_path, small_shards):
+    """Each number is within half a step of e4m3, or of the scale of its state for tiny numbers.
+
+    fp8 features have files of their own, which the next run reuses.
+    """
     exact = cached(target, examples, tmp_path)
     small = FeatureStore(target, TAPS)
     small.prepare(examples, FeatureRecipe(mode="cached", fp8=True), tmp_path)
@@ -301,7 +304,7 @@ def test_a_byte_a_number(target, examples, tmp_path, small_shards):
     assert not again.target_tokens and same(again.get(examples), small.get(examples))
 
 
-def test_states_without_taps_and_without_values_have_a_byte_too():
+def test_fp8_handles_zero_and_empty_states():
     zero, scales = feature_files.quantize_fp8(torch.zeros(3, 8), 4)
     assert scales.shape == (3, 2) and torch.equal(
         feature_files.dequantize_fp8(zero, scales, torch.bfloat16), torch.zeros(3, 8)
@@ -311,7 +314,7 @@ def test_states_without_taps_and_without_values_have_a_byte_too():
 
 
 def test_few_shards_are_mapped_at_a_time(target, examples, tmp_path, monkeypatch, small_shards):
-    """Mapped pages count as this process' memory: the whole set must not pile up."""
+    """Mapped pages count as memory of the process, so they must not accumulate."""
     monkeypatch.setattr(feature_files, "OPEN", 2)
     store = cached(target, examples, tmp_path)
     found = store.get(examples)
@@ -334,8 +337,8 @@ def test_few_shards_are_mapped_at_a_time(target, examples, tmp_path, monkeypatch
         ({"mode": "cached"}, 5, 5, "5.0 GB more in place, but only 5.0 GB are free"),
     ],
 )
-def test_the_mode(tmp_path, capsys, recipe, size, free, chosen):
-    """`auto` fills no disk unasked; a mode that was asked for is not replaced by another."""
+def test_the_mode_is_chosen_by_size_and_free_space(tmp_path, capsys, recipe, size, free, chosen):
+    """`auto` uses no disk unasked, and a mode set in the recipe is never replaced."""
     options = FeatureRecipe(**recipe)
     if " " in chosen:
         with pytest.raises(SpecctlError, match=chosen):
@@ -345,7 +348,7 @@ def test_the_mode(tmp_path, capsys, recipe, size, free, chosen):
     assert "target features" in capsys.readouterr().err
 
 
-def test_several_adapters_without_room_are_refused_and_nothing_else_is_said(capsys):
+def test_several_adapters_without_disk_space_are_refused(capsys):
     options = FeatureRecipe(dir="d", budget_gb=2)
     with pytest.raises(SpecctlError, match=r"several adapters need 5.0 GB in d, but only 5.0 GB are free"):
         choose_mode(options, Path("d"), 5 * GB, 5 * GB, 5 * GB, switches=True)
@@ -355,7 +358,7 @@ def test_several_adapters_without_room_are_refused_and_nothing_else_is_said(caps
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["taps", "teacher"])
-def test_a_state_that_is_not_finite_names_its_prompt(target, examples, monkeypatch, value, where):
+def test_a_non_finite_state_names_its_prompt(target, examples, monkeypatch, value, where):
     real = target.model.forward
 
     def poisoned(tokens, *rest):
@@ -372,8 +375,8 @@ def test_a_state_that_is_not_finite_names_its_prompt(target, examples, monkeypat
 
 
 @pytest.mark.parametrize(("path", "length"), [("lean", 32_768), ("transformers", 8192)])
-def test_a_long_sample(path, length, largest_tensor):
-    """Target pass, packing, training-time test and gradients of one long document, with nothing quadratic in it."""
+def test_a_long_document_needs_linear_memory(path, length, largest_tensor):
+    """Covers the target pass, packing, training-time test and gradients."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(builtin_path())
     sizes = dict(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1

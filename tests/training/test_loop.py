@@ -61,8 +61,8 @@ def trained(distilled, tmp_path_factory):
 
 
 @pytest.mark.parametrize("max_steps", [6, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_run_that_minutes_have_cut_says_so(distilled, tmp_path, capsys, max_steps):
-    """A warning where steps were asked for: the drafter is not the one that the recipe describes."""
+def test_a_run_ended_by_max_minutes_says_so(distilled, tmp_path, capsys, max_steps):
+    """With `max_steps` it is a warning, because the drafter is not what the recipe asked for."""
     result = train(recipe(distilled, tmp_path, max_steps=max_steps, max_minutes=1e-6), tmp_path)
     told = [line for line in capsys.readouterr().err.splitlines() if "max_minutes=1e-06 ended the training" in line]
     assert result.steps == 1 and len(told) == 1
@@ -70,8 +70,8 @@ def test_a_run_that_minutes_have_cut_says_so(distilled, tmp_path, capsys, max_st
     assert "after 1 of 6 steps" in told[0] or max_steps is None
 
 
-def test_one_clock_counts_for_all_processes(distilled, tmp_path, monkeypatch):
-    """Or each would have a rate of its own, and the first to end would keep the others waiting for ever."""
+def test_the_slowest_clock_counts_for_all_processes(distilled, tmp_path, monkeypatch):
+    """Otherwise processes would use different learning rates, and the first to end would block the others."""
     trainer = loop.make_trainer(recipe(distilled, tmp_path, max_minutes=1), Run(make(tmp_path / "run")))
 
     def with_a_slower_one(tensor, op=dist.ReduceOp.SUM, **_):
@@ -95,8 +95,8 @@ def test_learns_and_writes_a_drafter_that_loads(trained, target):
     assert drafter.taps
 
 
-def test_the_reported_mat_is_of_prompts_that_chose_nothing(trained, distilled, target):
-    """The kept drafter once more, on held-out prompts that no checkpoint was chosen by: card and result say which."""
+def test_the_reported_mat_comes_from_prompts_that_selected_nothing(trained, distilled, target):
+    """The saved drafter is measured on held-out prompts that were not used to select a checkpoint."""
     place, result = trained
     checks = [line["mat"] for line in metrics(place) if "mat" in line]
     assert result.choosing_mat == max(checks) and len(checks) == 2
@@ -118,8 +118,10 @@ def test_the_reported_mat_is_of_prompts_that_chose_nothing(trained, distilled, t
 
 @pytest.mark.parametrize("end", [Interrupted, pytest.param(OSError, marks=pytest.mark.slow)])
 def test_resume_is_exact(trained, distilled, tmp_path, monkeypatch, end):
-    """Stopped after three steps and resumed: weights and losses are those of the uninterrupted run, bit for bit. The
-    new run's metrics are those of all steps, each once, also where the third was written down and has to come again."""
+    """Stopped after three steps and resumed, weights and losses equal the uninterrupted run bit for bit.
+
+    The metrics list every step once, even if the third was logged but not saved.
+    """
     place, _ = trained
     real = loop.Trainer.step
 
@@ -143,8 +145,8 @@ def test_resume_is_exact(trained, distilled, tmp_path, monkeypatch, end):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_nobody_else_trains_it_meanwhile(distilled, tmp_path):
-    """The other one would remove its checkpoints. The lock is gone with the one who holds it."""
+def test_a_second_training_of_the_same_drafter_is_refused(distilled, tmp_path):
+    """It would remove the checkpoints of the first. The lock is released when the first ends."""
     with lock.hold(tmp_path / ".drafter.lock", tmp_path), pytest.raises(UsageError, match=f"process {os.getpid()}"):
         train(recipe(distilled, tmp_path, overwrite=True), tmp_path / "run")
     with pytest.raises(DataError, match="no distilled data"):
@@ -153,7 +155,7 @@ def test_nobody_else_trains_it_meanwhile(distilled, tmp_path):
 
 
 def test_dropout_depends_on_the_step_alone(distilled, tmp_path):
-    """Or a resumed run would not be the uninterrupted one."""
+    """Otherwise a resumed run would differ from an uninterrupted one."""
     options = dict(arch="hydra", dropout=0.5, drafter=DrafterRecipe(draft_heads=1))
     trainer = loop.make_trainer(recipe(distilled, tmp_path, **options), Run(make(tmp_path / "run")))
     chosen = [trainer.corpus.train[:2]]
@@ -162,9 +164,9 @@ def test_dropout_depends_on_the_step_alone(distilled, tmp_path):
     assert first == again != trainer.forward(chosen)[0].item()
 
 
-def test_every_epoch_takes_each_of_its_texts_once(distilled, tmp_path, monkeypatch):
-    """Texts are dealt out anew, and epochs have not all as many batches: by the first one's number the last batch of a
-    longer epoch was left out, and a shorter one began again."""
+def test_every_epoch_takes_each_text_once(distilled, tmp_path, monkeypatch):
+    """Epochs differ in their number of batches. With the first epoch's number, longer epochs lost their last batch and
+    shorter ones started over."""
     trainer = loop.make_trainer(recipe(distilled, tmp_path, max_steps=9), Run(make(tmp_path / "run")))
     texts, cuts = trainer.corpus.train[:4], [[2], [1, 2, 3], []]
     taken = []
@@ -183,7 +185,7 @@ def test_every_epoch_takes_each_of_its_texts_once(distilled, tmp_path, monkeypat
     assert (trainer.state.epoch, trainer.state.place) == (3, 0)
 
 
-def test_another_recipe_is_not_resumed(trained, distilled):
+def test_resuming_with_another_recipe_is_refused(trained, distilled):
     place, _ = trained
     with pytest.raises(UsageError, match="a different recipe"):
         train(recipe(distilled, place, resume=True, ttt_steps=3), place / "other")
@@ -191,7 +193,7 @@ def test_another_recipe_is_not_resumed(trained, distilled):
 
 @pytest.fixture(scope="module")
 def tuned(trained, distilled, tmp_path_factory):
-    """A drafter trained from another one, with data and a target of its own: (place, recipe)."""
+    """Return (place, recipe) of a drafter trained from another one, with its own copies of data and target."""
     place = tmp_path_factory.mktemp("tuned")
     shutil.copytree(distilled, place / "data")
     shutil.copytree(trained[0] / "drafter", place / "first")
@@ -211,7 +213,7 @@ def tuned(trained, distilled, tmp_path_factory):
 
 
 def other_response(place):
-    """The data distilled again: other texts, the same ids."""
+    """Change one token id in the distilled data."""
     shard = next(place.glob("data/shard-*"))
     rows = [json.loads(line) for line in shard.read_text().splitlines()]
     rows[-1]["response_ids"][0] += 1
@@ -246,8 +248,8 @@ def other_weights(place):
         (other_weights, "the weights of target .*target changed"),
     ],
 )
-def test_what_a_recipe_names_and_has_changed_is_refused(tuned, tmp_path, change, says):
-    """The path is the same, and so is the recipe; the drafter would be made of two."""
+def test_resuming_with_changed_inputs_is_refused(tuned, tmp_path, change, says):
+    """Path and recipe are the same, but the drafter would mix two inputs."""
     place, made = tuned
     kept = tmp_path / "kept"
     for name in ("data", "first", "target"):
@@ -273,8 +275,8 @@ def test_what_a_recipe_names_and_has_changed_is_refused(tuned, tmp_path, change,
         pytest.param(3, False, marks=pytest.mark.slow),
     ],
 )
-def test_every_zero_stage_goes_on(trained, distilled, target, tmp_path, monkeypatch, stage, lora):
-    """To the last bit, also where most weights are frozen."""
+def test_every_zero_stage_resumes_exactly(trained, distilled, target, tmp_path, monkeypatch, stage, lora):
+    """This holds too if most weights are frozen."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     options = dict(zero_stage=stage, optimizer=OptimizerRecipe(type="adamw"), features=FeatureRecipe(mode="online"))
     if lora:
@@ -294,8 +296,8 @@ def test_every_zero_stage_goes_on(trained, distilled, target, tmp_path, monkeypa
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_features_that_do_not_fit_leave_the_earlier_training(trained, distilled, tmp_path):
-    """What --overwrite would begin anew stays, and can be resumed, until it is clear that there is a beginning."""
+def test_features_that_do_not_fit_keep_the_earlier_training(trained, distilled, tmp_path):
+    """--overwrite removes the old training only after the new one can start."""
     shutil.copytree(trained[0], tmp_path / "run")
     there = sorted(str(path) for path in (tmp_path / "run").rglob("*"))
     small = FeatureRecipe(mode="memory", budget_gb=1e-9)
@@ -305,7 +307,7 @@ def test_features_that_do_not_fit_leave_the_earlier_training(trained, distilled,
 
 
 def poison(monkeypatch, change):
-    """Let `change` have the loss of the step after the second."""
+    """Apply `change` to the loss of step 2."""
     real = loop.Trainer.forward
 
     def poisoned(self, chosen):
@@ -324,7 +326,7 @@ def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypa
 
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2, 3))])
 def test_a_non_finite_gradient_stops_the_run(distilled, tmp_path, monkeypatch, stage):
-    """Under every ZeRO stage, with the checkpoint of the step before intact."""
+    """At every ZeRO stage, and the checkpoint of the previous step stays intact."""
 
     def poisoned(total):
         total.register_hook(lambda gradient: gradient * float("nan"))
@@ -338,7 +340,7 @@ def test_a_non_finite_gradient_stops_the_run(distilled, tmp_path, monkeypatch, s
 
 
 def test_fine_tuning_keeps_the_draft_vocabulary(trained, distilled, tmp_path):
-    """All weights move, the draft vocabulary does not, and what was learned is the start."""
+    """All weights change except the draft vocabulary, and training starts from the learned weights."""
     place, first = trained
     options = dict(init=place / "drafter", drafter=DrafterRecipe(), max_steps=2)
     result = train(recipe(distilled, tmp_path, **options), tmp_path)
@@ -350,11 +352,11 @@ def test_fine_tuning_keeps_the_draft_vocabulary(trained, distilled, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_adapter_is_small_resumes_and_leaves_its_base_alone(trained, distilled, tmp_path, target):
+def test_an_adapter_is_small_resumes_and_keeps_its_base(trained, distilled, tmp_path, target):
     place, _first = trained
     options = dict(
         init=place / "drafter", drafter=DrafterRecipe(), lora=LoraRecipe(enabled=True, rank=4), max_steps=4,
-        batch_tokens=10**6,  # every step sees all the data, so that their losses can be compared
+        batch_tokens=10**6,  # every step sees all the data, so the losses are comparable
 
         optimizer=OptimizerRecipe(lr=0.001),
     )  # fmt: skip
@@ -378,7 +380,7 @@ def test_an_adapter_is_small_resumes_and_leaves_its_base_alone(trained, distille
     ("changes", "says"),
     [({"arch": "eagle"}, "family eagle3, not eagle"), ({"lora": {"enabled": True}}, "already an adapter")],
 )
-def test_a_start_that_does_not_fit_is_refused(trained, distilled, tmp_path, changes, says):
+def test_an_unsuitable_initial_drafter_is_refused(trained, distilled, tmp_path, changes, says):
     place, _first = trained
     start = place / "drafter"
     if "lora" in changes:
@@ -398,7 +400,7 @@ def test_lm_learns(distilled, tmp_path):
 
 
 def written(recipe, place):
-    """The recipe as a file, with what the tests set."""
+    """Write the keys of the recipe that these tests set to a file; return its path."""
     keep = {
         "target", "distilled", "output_dir", "drafter", "optimizer", "max_steps", "ttt_steps", "batch_tokens", "eval",
         "checkpoint", "precision", "zero_stage",
@@ -409,14 +411,14 @@ def written(recipe, place):
 
 
 def logged(place):
-    """Losses of all runs under `place`."""
+    """Return the losses of all runs under `place`."""
     lines = [json.loads(line) for file in place.glob("runs/*/metrics.jsonl") for line in file.read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 
 
 def launch(distilled, place, processes, stage, *flags):
-    """`specctl train-drafter` under torchrun; losses of all steps."""
-    options = dict(batch_tokens=10**6, optimizer=OptimizerRecipe(type="adamw"))  # the same texts in each step
+    """Run `specctl train-drafter` under torchrun; return the losses of all steps."""
+    options = dict(batch_tokens=10**6, optimizer=OptimizerRecipe(type="adamw"))  # every step sees the same texts
     values = recipe(distilled, place, zero_stage=stage, max_steps=4, **options)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += ["-m", "specctl", "train-drafter", "--recipe", written(values, place), *flags]
@@ -427,8 +429,8 @@ def launch(distilled, place, processes, stage, *flags):
 
 
 @pytest.mark.slow
-def test_a_target_in_slices_trains_what_a_whole_one_does(distilled, tmp_path):
-    """Features of other texts than a process asked for, or a mat that only one of them measures, hang or differ."""
+def test_tensor_parallel_targets_train_like_whole_ones(distilled, tmp_path):
+    """Catches ranks that compute features of different texts, and a `mat` measured by one rank only."""
     made = {}
     for slices in (1, 2):
         place = tmp_path / str(slices)
@@ -441,20 +443,20 @@ def test_a_target_in_slices_trains_what_a_whole_one_does(distilled, tmp_path):
 
 
 def steps_of(place):
-    """Steps logged so far under `place`; the last line may be half written."""
+    """Return the number of logged steps under `place`. The last line may be incomplete."""
     return sum(file.read_text().count('"loss":') for file in place.glob("runs/*/metrics.jsonl"))
 
 
 @pytest.mark.slow
-def test_killed_runs_resume(distilled, tmp_path):
-    """kill -9 at three moments, then --resume to the end: the weights of an undisturbed run, bit for bit."""
+def test_killed_runs_resume_exactly(distilled, tmp_path):
+    """kill -9 at three moments, then --resume to the end, gives the weights of an undisturbed run bit for bit."""
     whole = train(recipe(distilled, tmp_path / "whole", max_steps=12), tmp_path / "whole")
     place = tmp_path / "killed"
     file = written(recipe(distilled, place, max_steps=12), place)
     command = [sys.executable, "-m", "specctl", "train-drafter", "--recipe", file, "--resume"]
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums depend on it
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums depend on the number of threads
     options = dict(cwd=place, env=environment, stdout=subprocess.DEVNULL, stderr=(place / "stderr").open("w"))
-    for steps, delay in ((1, 0.0), (4, 0.02), (8, 0.05)):  # delays reach into the writing of checkpoint and drafter
+    for steps, delay in ((1, 0.0), (4, 0.02), (8, 0.05)):  # the delays reach into the writing of checkpoint and drafter
         process = subprocess.Popen(command, **options)
         while steps_of(place) < steps and process.poll() is None:
             time.sleep(0.005)
@@ -470,7 +472,7 @@ def test_killed_runs_resume(distilled, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_processes_reach_the_loss_of_one(distilled, tmp_path, stage):
-    """The same global batches: losses agree to fp32 rounding at every step, whatever the ZeRO stage."""
+    """The global batches are the same; losses agree to fp32 rounding at every step and ZeRO stage."""
     alone = launch(distilled, tmp_path / "one", 1, 0)
     pair = launch(distilled, tmp_path / "two", 2, stage)
     assert pair == pytest.approx(alone, rel=2e-3)

@@ -1,4 +1,4 @@
-"""Fine-tuning a target's own MTP layer: it learns, resumes, whatever holds its features, and takes adapters."""
+"""Fine-tuning the MTP layer of a target: it learns, resumes, and supports adapters and all feature modes."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ STEPS = 24
 
 @pytest.fixture(scope="module")
 def native(tmp_path_factory):
-    """The built-in target with a random MTP layer, as MiMo's files have it."""
+    """The built-in target with a random MTP layer in the layout of MiMo."""
     return mtp.write(tmp_path_factory.mktemp("native"), "mimo")
 
 
@@ -59,8 +59,8 @@ def trained(distilled, native, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_it_needs_none_of_the_targets_layers(distilled, native, tmp_path):
-    """Bitwise, on features that are kept: its own layer is read from the files."""
+def test_training_needs_none_of_the_target_layers(distilled, native, tmp_path):
+    """Bitwise equal on cached features; the MTP layer is read from the files."""
 
     def run(name, **changes):
         features = FeatureRecipe(mode="cached", dir=tmp_path / "features", **changes)
@@ -73,8 +73,7 @@ def test_it_needs_none_of_the_targets_layers(distilled, native, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_learns(trained, native):
-    """The loss falls at every depth, and held-out prompts take fewer passes of the real engine."""
+def test_training_lowers_the_loss_and_raises_mat(trained, native):
     place, result = trained
     lines = metrics(place)
     losses = [line["loss"] for line in lines if "loss" in line]
@@ -88,8 +87,8 @@ def test_it_learns(trained, native):
     assert not any("lm_head" in name or "embed" in name for name in written.tensors), "frozen ones are the target's"
 
 
-def test_it_begins_as_the_targets_own_layer(distilled, native, tmp_path):
-    """And so it stays where nothing is learnt, but for the order of its projection's halves."""
+def test_training_starts_from_the_layer_of_the_target(distilled, native, tmp_path):
+    """With a learning rate near zero, the saved tensors equal the target's own."""
     made = recipe(distilled, tmp_path, native, max_steps=1, optimizer=OptimizerRecipe(type="adamw", lr=1e-12))
     train(made, tmp_path / "run")
     held = {name: tensor for name, tensor in load_file(Path(native) / "model.safetensors").items() if ".mtp_" in name}
@@ -121,7 +120,7 @@ def test_resume_is_exact(trained, distilled, native, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cached", "online"])
-def test_every_way_of_keeping_features_trains_the_same(distilled, native, tmp_path, mode):
+def test_every_feature_mode_trains_the_same(distilled, native, tmp_path, mode):
     short = dict(max_steps=3, eval=HeldOutRecipe(prompts=1, max_new_tokens=2))
     for where in ("memory", mode):
         features = FeatureRecipe(mode=where, dir=tmp_path / "features" if where == "cached" else None)
@@ -131,7 +130,7 @@ def test_every_way_of_keeping_features_trains_the_same(distilled, native, tmp_pa
 
 
 @pytest.mark.slow
-def test_an_adapter_trains_beside_its_base(trained, distilled, native, tmp_path):
+def test_an_adapter_trains_and_loads_with_its_base(trained, distilled, native, tmp_path):
     place, _ = trained
     made = recipe(
         distilled, tmp_path, native, init=place / "drafter", lora=LoraRecipe(enabled=True, rank=4), max_steps=3
@@ -143,7 +142,7 @@ def test_an_adapter_trains_beside_its_base(trained, distilled, native, tmp_path)
     assert load_drafter(str(tmp_path / "drafter"), target, DraftingRecipe()).taps == (10,)
 
 
-def test_a_target_without_one_is_refused(distilled, tmp_path):
+def test_a_target_without_an_mtp_layer_is_refused(distilled, tmp_path):
     plain = TargetRecipe(dtype="fp32", device="cpu")
     with pytest.raises(CheckpointError, match=r"target builtin has no MTP layer \(tensors mtp\.\*"):
         train(recipe(distilled, tmp_path, "builtin", target=plain), tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Muon in the precision that the device is fast in."""
+"""Muon uses the precision that is fast on the device, and AdamW is fused."""
 
 import pytest
 import torch
@@ -27,14 +27,14 @@ def stepped(kind: type[torch.optim.Optimizer]) -> list[nn.Parameter]:
     return weights
 
 
-def test_muon_is_torchs_where_bf16_is_native(monkeypatch):
-    """Another scale, momentum or decay than torch's would be another optimizer under its name."""
+def test_muon_equals_torch_where_bf16_is_native(monkeypatch):
+    """Catches a different scale, momentum or decay."""
     monkeypatch.setattr(optimizers, "pick_dtype", lambda *_: torch.bfloat16)
     assert all(map(torch.equal, stepped(Muon), stepped(torch.optim.Muon)))
 
 
 def test_muon_computes_in_fp32_where_bf16_is_emulated(monkeypatch):
-    """torch's own iteration is bf16 everywhere: a CPU without the instructions took 25 times as long to train."""
+    """torch always iterates in bf16, which trained 25 times slower on a CPU without bf16 instructions."""
     monkeypatch.setattr("specctl.decoding.models.loading.cpu_has_bf16", lambda: False)
     ours, theirs = stepped(Muon), stepped(torch.optim.Muon)
     assert not any(map(torch.equal, ours, theirs))
@@ -43,8 +43,8 @@ def test_muon_computes_in_fp32_where_bf16_is_emulated(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16), (32, 32)])
-def test_what_is_orthogonal_keeps_directions_and_evens_out_lengths(shape):
-    """Transposed the wrong way it would be the zeroth power of another matrix."""
+def test_orthogonalization_keeps_directions_and_equalizes_lengths(shape):
+    """Catches a transposition in the wrong place."""
     u, _, v = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(3)), full_matrices=False)
     lengths = torch.linspace(1, 10, min(shape))
     made = u.mT @ orthogonal(u * lengths @ v, torch.float32) @ v.mT
@@ -52,7 +52,7 @@ def test_what_is_orthogonal_keeps_directions_and_evens_out_lengths(shape):
     assert (made - made.diagonal().diag()).abs().max() < 1e-3
 
 
-SHAPES = (24, 40), (40,), (7, 3), (1,)  # some that no vector of the machine's divides
+SHAPES = (24, 40), (40,), (7, 3), (1,)  # some are not multiples of the vector width
 OPTIONS = OptimizerRecipe(weight_decay=0.1, betas=[0.8, 0.9])
 
 
@@ -61,12 +61,12 @@ def fused(weights):
 
 
 def as_written(weights):
-    """torch's own, operation by operation, with the same options."""
+    """torch's own AdamW, one operation at a time, with the same options."""
     return torch.optim.AdamW(weights, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, foreach=False)
 
 
 def walked(make, steps, halfway=None):
-    """Weights after so many steps; `halfway` gives an optimizer that goes on in the middle."""
+    """Return the weights after `steps` steps; `halfway` replaces the optimizer in the middle."""
     generator = torch.Generator().manual_seed(4)
     weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     optimizer = make(weights)
@@ -79,15 +79,15 @@ def walked(make, steps, halfway=None):
     return weights
 
 
-def test_the_fused_adamw_is_adamw():
-    """Another decay, bias correction or beta would be another optimizer under its name."""
+def test_the_fused_adamw_equals_the_plain_one():
+    """Catches a different decay, bias correction or beta."""
     assert all(group["fused"] for group in fused([nn.Parameter(torch.zeros(2))]).param_groups)
     for mine, theirs in zip(walked(fused, 30), walked(as_written, 30), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     assert not all(map(torch.allclose, walked(fused, 30), walked(fused, 31)))
 
 
-def test_the_fused_adamw_goes_on_exactly():
+def test_the_fused_adamw_resumes_exactly():
     def again(optimizer, weights):
         other = fused(weights)
         other.load_state_dict(optimizer.state_dict())
@@ -97,8 +97,8 @@ def test_the_fused_adamw_goes_on_exactly():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_both_optimizers_have_it(kind):
-    """Muon's norms and vocabulary matrices as well."""
+def test_both_optimizers_use_the_fused_adamw(kind):
+    """Muon uses it for norms and vocabulary matrices."""
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     optimizer = make_optimizer(module, kind, OPTIONS, 0.01)
     assert [group.get("fused") for group in optimizer.param_groups] == ([True] if kind == "adamw" else [None, True])

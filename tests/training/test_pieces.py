@@ -1,4 +1,4 @@
-"""Texts in pieces: the loss of the whole text where a head's sight allows it, in the memory of a piece."""
+"""Texts in pieces: the loss of the whole text where the attention window allows it, with the memory of a piece."""
 
 import json
 
@@ -31,7 +31,7 @@ WINDOWED = {
 @pytest.fixture(scope="module")
 def texts():
     random = torch.Generator().manual_seed(0)
-    shape = [(300, 110), (60, 20), (250, 5), (480, 470)]  # tokens and prompt
+    shape = [(300, 110), (60, 20), (250, 5), (480, 470)]  # (tokens, prompt tokens)
     return [
         Example(i, f"p{i}", torch.randint(5, 500, (size,), generator=random).tolist(), prompt)
         for i, (size, prompt) in enumerate(shape)
@@ -42,14 +42,14 @@ def made(arch, target, **changes):
     recipe = TrainRecipe(**{"arch": arch, "precision": "fp32", "drafter": WINDOWED.get(arch), **changes})
     torch.manual_seed(0)
     found = make_trainable(recipe, target, Corpus([Example(0, "", list(range(600)), 1)], [], "", []))
-    with torch.no_grad():  # far from its start, where the target's own state is passed through
+    with torch.no_grad():  # away from the start, where the target's own state is passed through
         for parameter in found.module.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     return found
 
 
 def sums(trainable, examples, batches):
-    """Loss, weight, losses by step and gradients, summed over batches of examples."""
+    """Sum loss, weight, losses by step, and gradients over batches of examples."""
     trainable.module.zero_grad()
     total = torch.zeros(2, dtype=torch.float64)
     steps = 0
@@ -62,8 +62,7 @@ def sums(trainable, examples, batches):
 
 
 def agree(ours, theirs):
-    """Check that losses and weights agree within the rounding of fp32, and gradients within the rounding of a sum over
-    a thousand slots."""
+    """Check losses and weights within fp32 rounding, and gradients within the rounding of a thousand summands."""
     assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
     assert ours[1].flatten().tolist() == pytest.approx(theirs[1].flatten().tolist(), rel=1e-5)
     for one, other in zip(ours[2], theirs[2], strict=True):
@@ -72,9 +71,11 @@ def agree(ours, theirs):
 
 @pytest.mark.parametrize("arch", WINDOWED)
 @pytest.mark.parametrize("stride", [1, 3])
-def test_pieces_have_the_loss_and_the_gradient_of_the_text(shallow, texts, arch, stride):
-    """The pieces train the same slots at every draft step, and every slot sees all positions that its loss depends on.
-    The pieces may share one training step or take one step each."""
+def test_pieces_have_the_loss_and_gradient_of_the_whole_text(shallow, texts, arch, stride):
+    """Pieces train the same slots at every draft step, and each slot sees all positions its loss depends on.
+
+    Pieces may share a training step or take one each.
+    """
     own = made(arch, shallow, ttt_stride=stride, piece_length=PIECE)
     cut = Cut.of(own.recipe.model_copy(update={"piece_prefix": own.module.sight}), own.module)
     assert cut.exact
@@ -88,11 +89,13 @@ def test_pieces_have_the_loss_and_the_gradient_of_the_text(shallow, texts, arch,
 
 
 @pytest.mark.parametrize("arch", ["eagle3", "peagle", "dflash", "eagle", "hydra", "lm"])
-def test_without_a_window_a_piece_sees_itself_and_nothing_else(shallow, texts, arch):
-    """Pieces that share a step have the same losses as in separate steps. Every response token counts once. The loss
-    differs from the loss of the whole text, because a slot does not see the text before its piece."""
+def test_without_a_window_a_piece_sees_only_itself(shallow, texts, arch):
+    """Pieces have the same losses together or in separate steps, and every response token counts once.
+
+    The loss differs from the whole text, because a slot does not see the text before its piece.
+    """
     own, texts = made(arch, shallow, drafter=DrafterRecipe(), piece_length=PIECE, ttt_steps=2), texts[:2]
-    own.module.eval()  # eagle's noise is drawn anew in every step
+    own.module.eval()  # eagle draws new noise in every step
     cut = Cut.of(own.recipe, own.module)
     assert not cut.exact and cut.prefix == 40
     parts = cut(texts)
@@ -104,7 +107,7 @@ def test_without_a_window_a_piece_sees_itself_and_nothing_else(shallow, texts, a
     assert float(alone[0][0]) != pytest.approx(float(whole[0][0]), rel=2e-5)
 
 
-def test_positions_are_those_of_the_text(shallow, texts):
+def test_positions_are_counted_from_the_start_of_the_text(shallow, texts):
     own = made("eagle3", shallow, piece_length=PIECE)
     part = Cut.of(own.recipe, own.module)(texts)[1]
     batch = own.batch([part], 0)
@@ -112,8 +115,8 @@ def test_positions_are_those_of_the_text(shallow, texts):
     assert batch.key_positions.tolist() == list(range(part.start, part.stop - 2))
 
 
-def test_a_short_response_gets_the_text_before_it_that_fits(shallow, texts):
-    """A head with a window gets the tokens of the window. Other heads get as many tokens as fit into a piece."""
+def test_a_short_response_gets_as_much_context_as_fits(shallow, texts):
+    """A head with a window gets the window; other heads get what fits into a piece."""
     for arch, drafter, size in (("eagle3", None, WINDOW + 10), ("hydra", DrafterRecipe(vocab_size=256), PIECE)):
         own = made(arch, shallow, piece_length=PIECE, **({"drafter": drafter} if drafter else {}))
         changed = own.recipe.model_copy(update={"piece_prefix": WINDOW})
@@ -121,7 +124,7 @@ def test_a_short_response_gets_the_text_before_it_that_fits(shallow, texts):
         assert (len(part.tokens), part.response_length, part.stop) == (size, 10, 480)
 
 
-def test_a_piece_without_room_is_refused(shallow):
+def test_a_piece_too_short_for_its_prefix_is_refused(shallow):
     own = made("eagle3", shallow, piece_length=64, piece_prefix=55)
     with pytest.raises(RecipeError, match="no room for 55 tokens before the trained ones and 6 draft steps"):
         Cut.of(own.recipe, own.module)
@@ -130,9 +133,8 @@ def test_a_piece_without_room_is_refused(shallow):
 
 
 @pytest.mark.parametrize("chunk", [1, 64, 400])
-def test_features_of_pieces_are_those_of_the_text(shallow, texts, monkeypatch, chunk):
-    """A piece has the same features if it is computed with the other pieces or alone: the chunks do not depend on the
-    pieces."""
+def test_features_of_pieces_equal_those_of_the_text(shallow, texts, monkeypatch, chunk):
+    """Chunks do not depend on the pieces, so a piece has the same features alone and in a batch."""
     store = FeatureStore(shallow, TAPS)
     whole = store.compute([texts[0]])[0]
     monkeypatch.setattr(features, "CHUNK_TOKENS", {"cpu": chunk})
@@ -147,12 +149,12 @@ def test_features_of_pieces_are_those_of_the_text(shallow, texts, monkeypatch, c
         torch.testing.assert_close(found.taps, whole.taps[part.start : part.start + slots], rtol=1e-3, atol=2e-3)
         torch.testing.assert_close(found.teacher, whole.teacher[first : first + asked], rtol=1e-3, atol=2e-3)
         assert (found.best == whole.best[first : first + asked]).float().mean() > 0.98
-    long = store.compute([texts[0]])[0]  # a long text that is no piece runs in chunks, too
+    long = store.compute([texts[0]])[0]  # long texts run in chunks too, without pieces
     torch.testing.assert_close(long.taps, whole.taps, rtol=1e-3, atol=2e-3)
 
 
 class Peak:
-    """Largest number of bytes that tensors take at a time, above those at the start, by torch's profiler."""
+    """Peak tensor memory in bytes above the start, from torch's profiler."""
 
     def __enter__(self):
         self.profile = torch.profiler.profile(profile_memory=True)
@@ -168,9 +170,8 @@ class Peak:
             self.bytes = max(self.bytes, now)
 
 
-def test_the_memory_of_a_step_is_that_of_a_piece(shallow):
-    """With pieces, a step of the head has the same peak memory for a text of twice the length. Without pieces, the peak
-    is about twice as large."""
+def test_a_step_needs_the_memory_of_one_piece(shallow):
+    """With pieces, doubling the text keeps the peak; without pieces it about doubles."""
     own = made("eagle3", shallow, piece_length=256, ttt_steps=2)
     cut = Cut.of(own.recipe, own.module)
     random = torch.Generator().manual_seed(0)
@@ -193,9 +194,8 @@ def test_the_memory_of_a_step_is_that_of_a_piece(shallow):
     assert peaks([texts[1]]) > 1.8 * peaks([texts[0]]) > 2 * short
 
 
-def test_the_target_runs_a_long_text_in_the_memory_of_its_cache(shallow, monkeypatch):
-    """A text of twice the length adds the memory of its keys and values. No tensor grows with the square of the
-    length."""
+def test_the_target_pass_needs_only_the_memory_of_its_cache(shallow, monkeypatch):
+    """Doubling the text adds its keys and values; no tensor grows with the square of the length."""
     monkeypatch.setattr(features, "CHUNK_TOKENS", {"cpu": 64})
     store, found = FeatureStore(shallow, TAPS), []
     for size in (1000, 2000):
@@ -212,7 +212,7 @@ def test_the_target_runs_a_long_text_in_the_memory_of_its_cache(shallow, monkeyp
 
 
 def test_a_run_in_pieces_learns_and_counts_its_texts(distilled, target, tmp_path, monkeypatch):
-    """Cached and recomputed features give the same losses. The drafter's card has the counts of texts."""
+    """Cached and recomputed features give the same losses, and the card has the counts."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     losses = []
     for mode in ("online", "cached"):
@@ -229,7 +229,7 @@ def test_a_run_in_pieces_learns_and_counts_its_texts(distilled, target, tmp_path
     assert len(losses[0]) == 2 and losses[0] == losses[1]
 
 
-def test_what_is_cut_is_counted(distilled, target, capsys):
+def test_cut_texts_are_counted(distilled, target, capsys):
     lengths = [len(e.tokens) for e in load_distilled([distilled], target, 2048, 0.1, 2).train]
     shortest = min(lengths)
     found = load_distilled([distilled], target, shortest, 0.1, 2).counts
@@ -239,7 +239,7 @@ def test_what_is_cut_is_counted(distilled, target, capsys):
 
 @pytest.mark.parametrize("drafter", [DrafterRecipe(), DrafterRecipe(vocab_size=256, sliding_window=WINDOW)])
 def test_responses_too_short_for_a_block_change_no_other_loss(target, texts, drafter):
-    """A batch of answers such as "yes" has no block of dflash: its loss is 0, and a step with it fails no run."""
+    """A batch of answers such as "yes" has no dflash block, a loss of 0, and must not fail the run."""
     own = made("dflash", target, drafter=drafter)
     short = [Example(0, "a", texts[1].tokens[:20], 18), Example(1, "b", texts[1].tokens[:30], 28)]
     nothing = sums(own, short, [short])

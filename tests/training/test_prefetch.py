@@ -1,4 +1,4 @@
-"""Features that a thread reads ahead are those that would be read now, and so are its errors."""
+"""Features read ahead by a thread equal features read at once, and errors of the thread reach the caller."""
 
 import signal
 import subprocess
@@ -26,8 +26,8 @@ def at_once(features):
     return lambda: features
 
 
-def test_what_was_read_ahead_is_taken_once():
-    """Only what is asked for, in its order; twice it would be the last batch's."""
+def test_a_prefetched_item_is_taken_once():
+    """Only requested items are returned, in the requested order; returned twice, they would be stale."""
     reader = Prefetcher(numbered, at_once)
     assert reader.take([1]) == {}
     reader.start([3, 1, 2])
@@ -36,8 +36,8 @@ def test_what_was_read_ahead_is_taken_once():
     assert reader.take([1, 2, 3]) == {}
 
 
-def test_reading_is_never_beside_its_caller(monkeypatch):
-    """Another batch than the expected one is waited for as well: files are opened and closed without a lock."""
+def test_reading_ahead_never_overlaps_with_the_caller(monkeypatch):
+    """An unexpected batch waits for the thread too, because files are opened and closed without a lock."""
     waited, read = threading.Event(), []
 
     class Noted(prefetch.Future):
@@ -56,7 +56,7 @@ def test_reading_is_never_beside_its_caller(monkeypatch):
     assert reader.take([2]) == {} and read == [1]
 
 
-def test_an_error_of_the_thread_is_that_of_the_loop():
+def test_an_error_in_the_thread_is_raised_in_the_loop():
     def read(index):
         raise CheckpointError(f"shard {index} is damaged", "compute it again")
 
@@ -84,7 +84,7 @@ reader.take([0])
 """
 
 
-def test_ctrl_c_ends_a_process_whose_disk_hangs():
+def test_ctrl_c_ends_a_process_with_a_hanging_disk():
     child = subprocess.Popen([sys.executable, "-c", HANGING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "reading\n"
@@ -94,7 +94,7 @@ def test_ctrl_c_ends_a_process_whose_disk_hangs():
 
 
 class Stream:
-    """A stream's part in copies: it notes who waits for what, and when."""
+    """A fake CUDA stream that records its events and waits."""
 
     def __init__(self, said, name):
         self.said, self.name = said, name
@@ -115,7 +115,7 @@ class Stream:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What would be asked of a GPU, in order; tensors stay where they are."""
+    """Record the calls that a GPU would get, in order; tensors stay on the CPU."""
     said = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(said, "copies"))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
@@ -133,8 +133,8 @@ def gpu(monkeypatch):
     return said
 
 
-def test_copies_are_begun_on_their_stream_and_waited_for_where_they_are_used(gpu):
-    """A step that does not wait reads what is not there yet; memory that is not kept for it is written over."""
+def test_copies_run_on_their_own_stream_and_are_waited_for(gpu):
+    """Without the wait, a step would read missing data; without `record_stream`, memory could be overwritten."""
     arrive = PinnedCopies(torch.device("cpu"))(numbered(4))
     assert gpu == ["on copies", *["pin", "copy"] * 3, "event", "off copies"]
     gpu.clear()
@@ -144,8 +144,8 @@ def test_copies_are_begun_on_their_stream_and_waited_for_where_they_are_used(gpu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["memory", "cached"])
-def test_a_training_that_reads_ahead_is_the_same(distilled, target, tmp_path, monkeypatch, gpu, mode):
-    """On what the trainer takes for a GPU; each text but those of an epoch's first batch is read by the thread."""
+def test_reading_ahead_does_not_change_the_training(distilled, target, tmp_path, monkeypatch, gpu, mode):
+    """On a fake GPU, every text except the first batch of an epoch is read by the thread."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     losses = {}
     for ahead in (False, True):

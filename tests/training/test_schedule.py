@@ -15,7 +15,7 @@ def schedule(shape="cosine", seconds=math.inf):
 
 
 @pytest.mark.parametrize("shape,half", [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)])
-def test_warm_up_peak_and_end(shape, half):
+def test_warmup_peak_and_end_of_each_shape(shape, half):
     s = schedule(shape)
     assert s.rate(5, 0) == pytest.approx(0.5)
     assert s.rate(10, 0) == pytest.approx(1.0)
@@ -24,7 +24,7 @@ def test_warm_up_peak_and_end(shape, half):
     assert s.ended(100, 0) and not s.ended(99, 0)
 
 
-def test_a_time_limit_finishes_the_schedule_early():
+def test_a_time_limit_ends_the_schedule_early():
     s = schedule(seconds=60.0)
     assert s.rate(20, 60.0) == pytest.approx(0.1)
     assert s.ended(20, 60.0)
@@ -33,14 +33,14 @@ def test_a_time_limit_finishes_the_schedule_early():
 @pytest.mark.parametrize(
     "options,per_epoch,steps",
     [
-        ({}, 400, FAMILIES["eagle3"].cpu_tokens // 384),  # as many passes as fill the token budget of a CPU
+        ({}, 400, FAMILIES["eagle3"].cpu_tokens // 384),  # as many epochs as fill the token budget of a CPU
         ({}, 5000, 5000),  # but every response once
         ({"epochs": 2}, 400, 800),
         ({"max_steps": 7}, 400, 7),
         ({"arch": "lm"}, 400, 1200),
     ],
 )
-def test_length_of_a_run(options, per_epoch, steps):
+def test_the_length_of_a_run(options, per_epoch, steps):
     target = SimpleNamespace(device=torch.device("cpu"), hidden_size=256)
     assert Schedule.of(TrainRecipe(**options), target, per_epoch).steps == steps
 
@@ -48,9 +48,9 @@ def test_length_of_a_run(options, per_epoch, steps):
 @pytest.mark.parametrize(
     "tokens,size",
     [
-        (1_000, 768),  # few data: small batches
+        (1_000, 768),  # little data: small batches
         (276_000, 1_150),  # 2,400 responses: as many steps as a head needs
-        (50_000_000, 16_384),  # enough for batches that fill a GPU
+        (50_000_000, 16_384),  # enough data for batches that fill a GPU
     ],
 )
 def test_batches_on_a_gpu_leave_enough_steps(tokens, size):
@@ -62,9 +62,9 @@ def test_batches_on_a_gpu_leave_enough_steps(tokens, size):
 
 
 @pytest.mark.parametrize(("step_s", "cut"), [(0.13, False), (0.4, False), (4.0, True)])
-def test_the_demo_makes_the_same_steps_on_a_quiet_and_on_a_busy_machine(step_s, cut):
-    """Its head is bounded by steps; minutes are a cap that a machine three times slower does not reach, and one in
-    trouble does: with a schedule that has ended all the same."""
+def test_the_demo_takes_the_same_steps_on_a_busy_machine(step_s, cut):
+    """The demo is bounded by steps. Its time limit cuts only a machine many times slower, with the schedule at its
+    end."""
     recipe = resolve("train-drafter", "demo/train")
     target = SimpleNamespace(device=torch.device("cpu"), hidden_size=256)
     s, step = Schedule.of(recipe, target, 400), 0
@@ -76,8 +76,8 @@ def test_the_demo_makes_the_same_steps_on_a_quiet_and_on_a_busy_machine(step_s, 
     assert s.rate(step, step * step_s) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_an_adapter_takes_larger_steps(tmp_path):
-    """At the rate of all weights an adapter has half of their gain; a rate that is named is taken as it is."""
+def test_an_adapter_gets_a_larger_learning_rate(tmp_path):
+    """At the rate for full training an adapter gained half as much; a rate in the recipe is used unchanged."""
     target = SimpleNamespace(device=torch.device("cpu"), hidden_size=256)
     options = {"max_steps": 7, "init": tmp_path, "optimizer": {"type": "adamw"}}
     peaks = [Schedule.of(TrainRecipe(**options, lora={"enabled": on}), target, 1).peak for on in (False, True)]

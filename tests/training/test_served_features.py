@@ -1,5 +1,7 @@
-"""Features from an engine are our own, to the bit where its states are; a head learns the same from them; and a server
-that is something else than the target's is refused before much is asked."""
+"""Features from an engine equal our own where its states do, and train the same head.
+
+A server with other states than the target's is refused after a few requests.
+"""
 
 import json
 from functools import partial
@@ -46,7 +48,7 @@ def engine(target, tmp_path):
 
 @pytest.fixture
 def last_only(target, tmp_path):
-    """An SGLang of the target: the last layer's states, behind the norm."""
+    """An SGLang server of the target: last-layer states after the final norm."""
     with CapturingEngine(
         target.tokenizer, "sglang", tmp_path, partial(raw_states, target, layers=(LAST,), normed=True)
     ) as one:
@@ -69,7 +71,7 @@ def served(target, examples, place, features_recipe, taps=TAPS):
 
 
 def train(distilled, place, features_recipe, **changes):
-    """Losses of three steps, the weights, and the result."""
+    """Return the losses of three steps, the weights, and the result."""
     place.mkdir(parents=True, exist_ok=True)
     kept = features_recipe.model_copy(update={"dir": place.parent / "features"})
     try:
@@ -80,7 +82,7 @@ def train(distilled, place, features_recipe, **changes):
     return [line["loss"] for line in lines if "loss" in line], drafters.load(place / "drafter").tensors, result
 
 
-def test_they_are_our_own_and_only_one_text_is_run_here(target, examples, engine, tmp_path):
+def test_served_features_equal_our_own_with_one_text_run_locally(target, examples, engine, tmp_path):
     store = served(target, examples, tmp_path / "features", asking(engine))
     assert store.target_tokens == max(len(example.tokens) for example in examples) - 1
     assert same(store.get(examples), FeatureStore(target, TAPS).get(examples))
@@ -92,7 +94,7 @@ def test_they_are_our_own_and_only_one_text_is_run_here(target, examples, engine
 
 
 @pytest.mark.parametrize("taps", [(LAST,), ()], ids=["eagle", "lm"])
-def test_heads_that_read_the_last_states_learn_from_either_engine(target, examples, engine, last_only, tmp_path, taps):
+def test_heads_that_read_the_last_state_train_from_either_engine(target, examples, engine, last_only, tmp_path, taps):
     engine.states = partial(raw_states, target, layers=(LAST,))
     own = FeatureStore(target, taps).get(examples)
     for name, server in (("vllm", engine), ("sglang", last_only)):
@@ -101,8 +103,8 @@ def test_heads_that_read_the_last_states_learn_from_either_engine(target, exampl
 
 
 @pytest.mark.slow
-def test_a_head_learns_the_same(distilled, target, engine, tmp_path, monkeypatch):
-    """Bitwise, its mat included; a run that was stopped while it asked goes on with what is missing, elsewhere."""
+def test_served_features_train_the_same_head(distilled, target, engine, tmp_path, monkeypatch):
+    """Bitwise, including `mat`. A run stopped while requesting resumes with the missing texts, from another server."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     monkeypatch.setattr(features, "SHARD_BYTES", 2**19)
     own = train(distilled, tmp_path / "own", FeatureRecipe(mode="memory"))
@@ -127,7 +129,7 @@ def test_a_head_learns_the_same(distilled, target, engine, tmp_path, monkeypatch
     assert all(torch.equal(theirs[1][name], tensor) for name, tensor in own[1].items())
 
 
-def test_no_server_is_needed_where_all_is_there(target, examples, engine, tmp_path, small_shards):
+def test_no_server_is_needed_for_complete_features(target, examples, engine, tmp_path, small_shards):
     first = served(target, examples, tmp_path / "features", asking(engine)).get(examples)
     engine.gone = True
     nobody = FeatureRecipe(server=ServerRecipe(urls=["http://127.0.0.1:9"]))
@@ -139,7 +141,7 @@ def test_no_server_is_needed_where_all_is_there(target, examples, engine, tmp_pa
     assert "extract_hidden_states" in error.value.hint
 
 
-def test_a_server_that_goes_in_the_middle_leaves_whole_shards(target, examples, engine, tmp_path, monkeypatch):
+def test_a_server_that_fails_midway_leaves_complete_shards(target, examples, engine, tmp_path, monkeypatch):
     monkeypatch.setattr(features, "SHARD_BYTES", 2**19)
 
     def fall(number):
@@ -159,8 +161,8 @@ def test_a_server_that_goes_in_the_middle_leaves_whole_shards(target, examples, 
 
 
 @pytest.mark.parametrize("fault", ["a layer off", "no order", "other weights", "behind the norm", "stale rows"])
-def test_states_of_something_else_are_refused_at_once(target, examples, engine, tmp_path, fault):
-    """Of the right shape, and finite: only our own forward tells."""
+def test_wrong_states_are_refused_at_once(target, examples, engine, tmp_path, fault):
+    """They are finite and of the right shape; only a local forward pass can tell."""
     states, asked = engine.states, []
 
     def stale(ids):
@@ -175,7 +177,7 @@ def test_states_of_something_else_are_refused_at_once(target, examples, engine, 
         "behind the norm": partial(raw_states, target, layers=(*TAPS, LAST), normed=True),
         "stale rows": stale,
     }[fault]
-    if fault == "behind the norm":  # which applied twice is nearly the same, but for its weight
+    if fault == "behind the norm":  # applied twice, the norm changes little except for its weight
         engine.states = lambda ids: target.model.normed(states(ids)) * 2
     with pytest.raises(CheckpointError, match="do not match target builtin") as error:
         served(target, examples, tmp_path / "features", asking(engine))
@@ -183,41 +185,41 @@ def test_states_of_something_else_are_refused_at_once(target, examples, engine, 
     assert sum(engine.asked.values()) <= 2 and not shards(tmp_path / "features")
 
 
-def test_rounding_is_not_refused(target, examples, engine, tmp_path):
-    """bf16, and more: an engine's kernels are others."""
+def test_rounded_states_are_accepted(target, examples, engine, tmp_path):
+    """Rounding to bf16 and more, because an engine uses other kernels."""
     states = engine.states
     engine.states = lambda ids: (states(ids) * (1 + 0.05 * torch.rand(1))).bfloat16()
     served(target, examples[:4], tmp_path / "features", asking(engine))
 
 
-def test_a_text_that_is_refused_says_which(target, examples, engine, tmp_path):
+def test_a_rejected_text_is_named(target, examples, engine, tmp_path):
     engine.faults = lambda number: "refused" if number == 5 else None
     with pytest.raises(EngineError, match=r"rejects the sequence of prompt .* maximum context length") as error:
         served(target, examples, tmp_path / "features", asking(engine, concurrency=1))
     assert "max_length" in error.value.hint
 
 
-def test_own_features_and_served_ones_are_kept_apart(target, examples, engine, tmp_path):
+def test_own_and_served_features_are_stored_separately(target, examples, engine, tmp_path):
     served(target, examples, tmp_path, FeatureRecipe(mode="cached"))
     assert served(target, examples, tmp_path, asking(engine)).target_tokens
     assert len([folder for folder in tmp_path.iterdir() if (folder / "manifest.json").exists()]) == 2
 
 
-def test_without_an_address_the_command_is_told(target, examples, tmp_path):
+def test_a_missing_server_address_prints_the_command_to_start_one(target, examples, tmp_path):
     with pytest.raises(UsageError, match="needs a server") as error:
         served(target, examples, tmp_path / "features", FeatureRecipe(mode="server"))
     assert "vllm serve" in error.value.hint and "[2, 5, 7, 10]" in error.value.hint
 
 
-def test_processes_share_the_texts_and_the_requests(target, examples, engine, tmp_path, monkeypatch, small_shards):
-    """Each asks for its own shards; which they are does not depend on their number."""
+def test_processes_split_the_texts_and_the_requests(target, examples, engine, tmp_path, monkeypatch, small_shards):
+    """Each process requests its own shards; the split into shards does not depend on the number of processes."""
     monkeypatch.setattr(features, "over_ranks", lambda values, device: [1] * (len(values) - 1) + [2**40])
     monkeypatch.setattr(features.FeatureFiles, "check_visible", lambda self, numbers: None)
     homes = [examples[::2], examples[1::2]]
     for rank in range(2):
         FeatureStore(target, TAPS).prepare(examples, asking(engine, concurrency=4), tmp_path / "features", homes, rank)
         assert engine.most <= 2
-    assert max(count for ids, count in engine.asked.items()) <= 5  # the checks of two processes, and itself
+    assert max(count for ids, count in engine.asked.items()) <= 5  # the checks of two processes, and the text itself
     monkeypatch.undo()
     monkeypatch.setattr(features, "SHARD_BYTES", 2**20)
     engine.gone = True
@@ -226,8 +228,8 @@ def test_processes_share_the_texts_and_the_requests(target, examples, engine, tm
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "qwen3"])
-def test_the_final_norm_is_the_models_own(tiny_directory, kind):
-    """Applied to what goes into the module that `transformers` names, it gives what the forward does."""
+def test_the_final_norm_is_the_model_norm(tiny_directory, kind):
+    """Applied to the input of the norm module that `transformers` names, it gives the output of the forward pass."""
     target = load_target(tiny_directory(kind), device="cpu", dtype="fp32")
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_directory(kind), dtype=torch.float32)
     before = []
@@ -251,6 +253,6 @@ def test_the_final_norm_is_the_models_own(tiny_directory, kind):
         ({"arch": "retrieval", "features": {"mode": "server"}}, "needs no features"),
     ],
 )
-def test_recipes_that_contradict_themselves(changes, says):
+def test_contradictory_recipes_are_refused(changes, says):
     with pytest.raises(ValueError, match=says):
         TrainRecipe.model_validate(changes)

@@ -1,4 +1,4 @@
-"""The tokens of training texts: four bytes each, once for all processes of a machine."""
+"""Tokens of training texts take four bytes each, stored once for all processes of a machine."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from specctl.training.example import Example
 from specctl.training.tokens import TokenArray
 
 
-def test_a_text_reads_as_the_list_it_was():
+def test_a_stored_text_reads_like_a_list():
     home = TokenArray()
     lists = [[5, 6, 7, 8], [], [9]]
     texts = [home.add(tokens) for tokens in lists]
@@ -26,8 +26,8 @@ def test_a_text_reads_as_the_list_it_was():
             texts[0][place]
 
 
-def test_an_example_takes_five_bytes_a_token():
-    """With all that goes with it; a list takes eight for its place and, beyond 256, 28 for the integer."""
+def test_an_example_takes_five_bytes_per_token():
+    """Including overhead; a list takes 8 bytes for the pointer and 28 for an integer above 256."""
 
     def bytes_a_token(keep):
         tracemalloc.start()
@@ -46,7 +46,7 @@ def test_an_example_takes_five_bytes_a_token():
     ["same", *(pytest.param(case, marks=pytest.mark.slow) for case in ("other tokens", "two machines", "no room"))],
 )
 def test_processes_share_one_copy(case, tmp_path):
-    """Two processes: what they have then, what they read, and what is left on the disk."""
+    """Two processes share tokens if they can, read the same tokens anyway, and leave no files."""
     script = Path(__file__).parent / "sharing_ranks.py"
     ranks = [
         subprocess.Popen([sys.executable, script, str(tmp_path), str(rank), case], stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""Run under torchrun with two processes: one step's gradient against that of the same texts in one process."""
+"""Run under torchrun with two processes: compare the gradient of one step with one process on the same texts."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ def trainer(rank: int) -> loop.Trainer:
 
 
 def gradient(trainer: loop.Trainer) -> dict[str, torch.Tensor]:
-    """After the backward pass of a step, as the optimizer would see it."""
+    """Return the gradients after the backward pass of a step, as the optimizer sees them."""
     seen: dict[str, torch.Tensor] = {}
 
     class Seen(Exception):
@@ -49,7 +49,7 @@ assert patience == engine.PATIENCE, patience
 assert one.max_over_ranks(rank) == 1
 texts = one.corpus.train[:4]
 assert one.trainable.store is not None
-one.trainable.store.is_sharded = True  # or a batch this uneven would be dealt out again
+one.trainable.store.is_sharded = True  # otherwise a batch this uneven would be distributed again
 one.batches = lambda epoch: [[texts[:3], texts[3:]]]  # type: ignore[method-assign]
 ours = gradient(one)
 one.trainable.module.zero_grad()
