@@ -1,4 +1,4 @@
-"""Losses whose iterates can be written down: f(w) = ½ Σ (w − c)², so that the gradient is w − c."""
+"""Quadratic losses with iterates that can be computed by hand: f(w) = ½ Σ (w − c)², with gradient w − c."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from specctl.recipe import LearnerRecipe
 
 
 class Quadratic(nn.Module):
-    """A batch is (c [P], number of tokens); the loss of every token is f."""
+    """A module with f as the loss of every token. A batch is (c [P], number of tokens)."""
 
     def __init__(self, start):
         super().__init__()
@@ -27,14 +27,14 @@ def run(module, batch):
 
 
 def make(start, seed=0, **options):
-    """(objective, learner) on quadratic losses, by SGD at η = 0.5 unless told otherwise."""
+    """Return (objective, learner) on quadratic losses, by default with SGD at η = 0.5."""
     objective = Objective(Quadratic(start), run, seed)
     plain = {"optimizer": "sgd", "lr": 0.5, "clip": 0.0, "epochs": 1, "dropout": 0.0}
     return objective, make_learner(objective, LearnerRecipe(**plain | options), objective.start())
 
 
 def chunk(*centres, tokens=3):
-    """One batch per centre."""
+    """Return one batch per center."""
     return [(torch.tensor(centre, dtype=torch.float32), tokens) for centre in centres]
 
 
@@ -45,7 +45,7 @@ def quadratic():
 
 @pytest.fixture
 def played():
-    """The vector that a learner plays."""
+    """Return the vector that a learner plays."""
 
     return lambda learner: learner.play()
 
@@ -57,5 +57,5 @@ def chunk_fixture():
 
 @pytest.fixture(scope="session")
 def target(shallow):
-    """Three of the ten layers: these tests compare two computations, and any texts serve for that."""
+    """The target with three of its ten layers, which is enough to compare two computations."""
     return shallow

@@ -1,4 +1,4 @@
-"""What the tests of pupils in several processes share: a chunk of a small target's texts, given to whoever learns."""
+"""Helpers to compare learners in several processes: answer questions with a small target, and learn the answers."""
 
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk
@@ -11,7 +11,7 @@ ACCEPTANCE = Acceptance.of([(5, 10)])
 
 
 def answered(pupil, target, questions=QUESTIONS, tokens=16):
-    """The chunk of a pupil's answers."""
+    """Return the chunk of a pupil's answers."""
     prompts = [target.render([{"role": "user", "content": text}]) for text in questions]
     options = {"sampling": GREEDY, "max_new_tokens": tokens, "seeds": [0] * len(prompts)}
     labels = [Label(text, "sql") for text in questions]
@@ -22,7 +22,7 @@ def answered(pupil, target, questions=QUESTIONS, tokens=16):
 
 
 def taught(pupil, chunks):
-    """The lessons of a pupil that learns from chunks, and what it plays afterwards [P]."""
+    """Teach chunks to a pupil; return its lessons and the vector it then plays [P]."""
     lessons = []
     for chunk in chunks:
         chunk.into(pupil.buffer)

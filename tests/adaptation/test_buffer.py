@@ -1,4 +1,4 @@
-"""Feedback that comes free with decoding is what the target says when it is run again."""
+"""Feedback collected during decoding equals the result of running the target again."""
 
 import json
 from dataclasses import replace
@@ -42,13 +42,13 @@ ROOM = 2**30
 
 @pytest.fixture(scope="module")
 def five(prompts):
-    """More prompts than slots; the same one twice has another seed."""
+    """More prompts than slots; repeated prompts get other seeds."""
     return [*prompts, prompts[0], prompts[2]]
 
 
 @pytest.fixture(scope="module")
 def plain(target, five):
-    """`plain(sampling)`: whole texts by plain decoding, and what follows them behind their end."""
+    """Return `texts(sampling)`, which gives whole texts of plain decoding."""
     known = {}
 
     def texts(sampling):
@@ -66,7 +66,7 @@ SEEDS = [1, 2, 3, 4, 5]
 
 @pytest.fixture(scope="module")
 def trainables(target):
-    """`trainables(arch)`: one whose module is untrained."""
+    """Return `make(arch)`, which gives an untrained trainable."""
     known = {}
 
     def make(arch):
@@ -95,7 +95,7 @@ def run(
     exact=False,
     watch=None,
 ):
-    """Decode; what the buffer has seen."""
+    """Decode, and fill the buffer."""
     return decode(
         target, prompts, sampling=sampling, max_new_tokens=lengths, seeds=SEEDS[: len(prompts)], drafter=drafter,
         slots=slots, taps=taps, exact=exact, on_round=watch,
@@ -129,17 +129,17 @@ def drafter_of(name, target, texts, head):
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_free_feedback_is_that_of_a_fresh_prefill(target, five, plain, trainables, monkeypatch, name, options):
-    """Five texts through three slots. Catches rows of rejected nodes, an off-by-one between states and tokens, rows of
-    the text that was in the slot before, and taps of other drafters taken for one's own."""
+def test_feedback_equals_a_fresh_prefill(target, five, plain, trainables, monkeypatch, name, options):
+    """Five texts run in three slots. Catches rows of rejected nodes, an off-by-one between states and tokens, rows of
+    an earlier text in the slot, and taps of another drafter."""
     options, rounds = dict(options), []
-    if options.pop("device", False):  # rounds that the host hears of one round late
+    if options.pop("device", False):  # the host reads each device round one round late
         monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
         whole = DeviceRounds.round
         monkeypatch.setattr(DeviceRounds, "round", lambda *args: (rounds.append(args), whole(*args)))
     else:
         rounds.append(None)
-    taps = () if "taps" in options else (1, 3)  # fewer than the loop keeps
+    taps = () if "taps" in options else (1, 3)  # fewer taps than the loop stores
     buffer = ReplayBuffer(target, taps, max_bytes=ROOM)
     drafter = drafter_of(name, target, plain(options.get("sampling", GREEDY)), trainables("eagle3").module)
     decoded = run(target, five, buffer, drafter=drafter, **options)
@@ -157,8 +157,8 @@ def test_free_feedback_is_that_of_a_fresh_prefill(target, five, plain, trainable
     assert buffer.target_tokens == 0
 
 
-def test_accepted_tokens_behind_the_end_are_no_data(target, five, plain, monkeypatch):
-    """The drafter knows what the target would write behind its end-of-sequence token, and is right."""
+def test_accepted_tokens_after_the_end_are_dropped(target, five, plain, monkeypatch):
+    """The drafter continues correctly past the end-of-sequence token."""
     ids, start = plain(GREEDY)[0], len(five[0])
     text = ids[: ids.index(ids[start + 6], start) + 1]
     beyond = decode(target, [text], sampling=GREEDY, max_new_tokens=12, seeds=[0])[0]
@@ -177,7 +177,7 @@ def test_accepted_tokens_behind_the_end_are_no_data(target, five, plain, monkeyp
 
 @pytest.fixture(scope="module")
 def offline(target, tmp_path_factory):
-    """What `distill` writes for a few prompts, as `train-drafter` reads it."""
+    """Training examples from `distill`, loaded as by `train-drafter`."""
     place = tmp_path_factory.mktemp("distilled")
     (place / "run").mkdir()
     recipe = DistillRecipe(
@@ -193,7 +193,7 @@ def offline(target, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def online(target, offline):
-    """The same texts, decoded with drafts, by feedback of either kind."""
+    """Return `make(feedback)`: a buffer with the texts of `offline`, decoded with drafts."""
     known = {}
 
     def make(feedback):
@@ -208,7 +208,7 @@ def online(target, offline):
 
 
 def learn(trainable, store, examples, step=1, only=None):
-    """(loss, its weight, the same by draft step, the gradient) of a training step."""
+    """Return (loss, weight, losses and weights by draft step, gradient) of a training step."""
     trainable.store = store
     batch = trainable.batch(examples, step)
     if only is not None:
@@ -222,9 +222,8 @@ def learn(trainable, store, examples, step=1, only=None):
 
 @pytest.mark.parametrize("arch", ["eagle3", "lm"])
 @pytest.mark.parametrize("feedback", ["verdict", "rerun"])
-def test_a_step_on_feedback_is_that_on_distilled_data(target, trainables, offline, online, arch, feedback):
-    """Loss, weights and gradient, through the trainable that `train-drafter` has. The random sample of later rows goes
-    by the examples' index, which is the one thing that the two paths do not share."""
+def test_a_step_on_feedback_equals_a_step_on_distilled_data(target, trainables, offline, online, arch, feedback):
+    """Compare loss, weights and gradient. Examples get equal indices, because they seed the sample of later rows."""
     trainable, buffer = trainables(arch), online(feedback)
     mine = buffer.examples()
     places = {tuple(example.tokens): example for example in offline}
@@ -236,7 +235,7 @@ def test_a_step_on_feedback_is_that_on_distilled_data(target, trainables, offlin
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_a_rerun_runs_the_target_once_a_text(offline, online, target):
+def test_rerun_feedback_runs_the_target_once_per_text(offline, online, target):
     buffer = online("rerun")
     examples = buffer.examples()
     first, second = buffer.get(examples), buffer.get(examples)
@@ -248,9 +247,8 @@ def test_a_rerun_runs_the_target_once_a_text(offline, online, target):
 
 
 @pytest.mark.parametrize("draw", [ragged, bushes])
-def test_rejected_positions(target, five, plain, draw):
-    """Where the draft had a token beside the target's own: no position of a round that was accepted to its leaf, that
-    was cut off by the end of the text, or that had no draft."""
+def test_rejected_positions_are_those_where_the_draft_was_wrong(target, five, plain, draw):
+    """A round fully accepted, without a draft, or cut off by the end of the text has none."""
     buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM)
     lengths: dict[int, int] = {}
     expected: dict[int, list[int]] = {n: [] for n in range(len(five))}
@@ -272,14 +270,14 @@ def test_rejected_positions(target, five, plain, draw):
     assert [text.example for text in buffer.texts.values() if text.rejected] == buffer.examples("rejected")
 
 
-def test_a_draft_that_is_always_right_leaves_nothing_to_osd(target, five, plain):
+def test_a_perfect_draft_leaves_nothing_for_osd(target, five, plain):
     buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM)
     run(target, five, buffer, drafter=perfect(plain(GREEDY)))
     assert len(buffer.examples()) == 5 and buffer.examples("rejected") == []
 
 
 def test_lm_learns_from_rejected_tokens_only(target, trainables, online):
-    """Against cross-entropies that are written out, token by token."""
+    """Compare with cross-entropies computed token by token."""
     trainable, buffer = trainables("lm"), online("verdict")
     examples = buffer.examples()
     total, weight, _, _ = learn(trainable, buffer, examples, only=buffer.only_rejected)
@@ -294,7 +292,7 @@ def test_lm_learns_from_rejected_tokens_only(target, trainables, online):
 
 
 def test_heads_learn_from_rejected_tokens_only(target, trainables, online):
-    """At every draft depth the rows whose label is such a token, of those that count in all."""
+    """At every draft depth, only rows with a rejected token as label count."""
     trainable, buffer = trainables("eagle3"), online("verdict")
     examples = buffer.examples()
     trainable.store = buffer
@@ -319,8 +317,8 @@ def test_heads_learn_from_rejected_tokens_only(target, trainables, online):
     )
 
 
-def test_the_oldest_texts_make_room(target, five, plain):
-    """Bytes are those of the tensors, and never more than the cap, also between the texts."""
+def test_the_oldest_texts_are_dropped_at_the_size_limit(target, five, plain):
+    """The size counts the bytes of the tensors and never exceeds the limit, also during decoding."""
     fast = perfect(plain(GREEDY))
     sizes = ReplayBuffer(target, TAPS, max_bytes=ROOM)
     run(target, five, sizes, drafter=fast)
@@ -335,7 +333,7 @@ def test_the_oldest_texts_make_room(target, five, plain):
     run(target, five, buffer, drafter=fast, watch=lambda *round: seen.append(buffer.bytes))
     assert list(buffer.texts) == order[-2:] == list(buffer.kept)
     assert buffer.dropped == 3 and max(seen) <= cap and buffer.bytes == cap - 1
-    (gone,) = buffer.get([sizes.texts[order[0]].example])  # somebody still asks for it
+    (gone,) = buffer.get([sizes.texts[order[0]].example])  # features of a dropped text are computed again
     torch.testing.assert_close(gone.teacher, sizes.kept[order[0]].teacher, atol=1e-4, rtol=1e-4)
     assert list(buffer.kept) == order[-2:]
     small = ReplayBuffer(target, TAPS, max_bytes=max(real.values()) - 1)
@@ -344,8 +342,8 @@ def test_the_oldest_texts_make_room(target, five, plain):
     assert large not in small.texts and small.texts, "a text that is too large drives out no other"
 
 
-def test_a_text_broken_off_leaves_nothing(target, five, plain):
-    """As SIGTERM in the middle of a chunk: what had ended is there, and the next decoding begins anew."""
+def test_an_aborted_decoding_keeps_finished_texts_only(target, five, plain):
+    """SIGTERM in the middle of a chunk aborts like this; the next decoding starts fresh."""
     buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM)
     options = dict(sampling=GREEDY, max_new_tokens=LENGTHS, seeds=SEEDS, taps=TAPS)
     options |= filling(buffer)
@@ -359,16 +357,16 @@ def test_a_text_broken_off_leaves_nothing(target, five, plain):
     assert (buffer.bytes, buffer.examples(), buffer.kept) == (0, [], {})
 
 
-def test_one_token_is_no_text(target, five):
-    """A response that ends with its prefill has no round and nothing to predict; its slot goes on to the next text."""
+def test_one_token_responses_are_not_stored(target, five):
+    """A response that ends with its prefill has no round and nothing to predict."""
     buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM)
     run(target, five, buffer, lengths=[1, 9, 1, 7, 1], slots=2)
     assert sorted(example.response_length for example in buffer.examples()) == [7, 9]
 
 
 @pytest.mark.parametrize("name", ["plain", "eagle3", "hydra", "dflash"])
-def test_the_device_tells_what_the_host_tells(target, five, trainables, monkeypatch, name):
-    """Texts, the places of their rejections and their features, in the order of their ends."""
+def test_device_rounds_give_the_feedback_of_host_rounds(target, five, trainables, monkeypatch, name):
+    """Compare texts, rejected positions and features, in the order in which texts end."""
     drafting, drafter, taps = (
         DraftingRecipe(depth=3, width=2, nodes=8, children=2, stop_below=0.0, keep_above=0.0),
         None,
@@ -394,7 +392,7 @@ def test_the_device_tells_what_the_host_tells(target, five, trainables, monkeypa
 
 
 @pytest.mark.parametrize("feedback", ["verdict", "rerun"])
-def test_a_restored_buffer_goes_on_as_the_old_one(target, five, online, feedback, tmp_path):
+def test_a_restored_buffer_equals_the_saved_one(target, five, online, feedback, tmp_path):
     buffer = online(feedback)
     facts, tensors = buffer.state()
     save_file(tensors, tmp_path / "buffer.safetensors")

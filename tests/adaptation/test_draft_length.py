@@ -1,4 +1,4 @@
-"""How long drafts are when their length is chosen."""
+"""Draft lengths chosen by acceptance and cost."""
 
 import itertools
 
@@ -13,8 +13,9 @@ from tests.toys.decoding import decode
 
 
 @pytest.mark.parametrize(("a", "k"), [(0.0, 3), (0.6, 0), (0.6, 4), (0.9, 7), (1.0, 5)])
-def test_expected_tokens_by_enumeration(a, k):
-    """Every draft token is accepted with probability a; the first rejection ends the round; the target adds one."""
+def test_tokens_per_cost_equals_an_enumeration(a, k):
+    """Each draft token is accepted with probability a, the first rejection ends the round, and the target adds a
+    token."""
     expected = 0.0
     for outcome in itertools.product((True, False), repeat=k):
         probability = 1.0
@@ -25,24 +26,24 @@ def test_expected_tokens_by_enumeration(a, k):
     assert tokens_per_cost(a, k, 0.5) == pytest.approx(expected / (0.5 * k + 1))
 
 
-def test_the_best_length():
+def test_the_best_length_by_hand():
     assert best_length(0.9, 0.0, 7) == 7, "drafts for nothing"
     assert best_length(0.9, 2.0, 7) == 0, "a draft token costs two steps"
     assert best_length(0.0, 0.0, 7) == 0, "of equally good ones the shortest"
     assert best_length(1.0, 0.1, 7) == 7
-    # By hand: a = 0.5, α = 0.2: k = 1 gives 1.5 / 1.2 = 1.25, k = 2 1.75 / 1.4 = 1.25, k = 3 1.875 / 1.6.
+    # For a = 0.5, α = 0.2: 1.5 / 1.2 = 1.25 at k = 1, 1.75 / 1.4 = 1.25 at k = 2, 1.875 / 1.6 at k = 3.
     assert best_length(0.5, 0.2, 7) == 1
 
 
 @pytest.fixture
 def drafter(target):
-    """The target's own weights: every draft is accepted."""
+    """A drafter with the target's own weights: every draft token is accepted."""
     return LMDrafter(own_weights(target, 0.0), target, ChainShape(6, 0.0, False))
 
 
 @pytest.mark.parametrize(("alpha", "used"), [(0.0, {6}), (5.0, {0, 1, 6})])
-def test_it_drafts_as_deep_as_pays_and_changes_no_text(target, prompts, drafter, alpha, used):
-    """Too dear, it drafts nothing, but tries again now and then: a drafter that learns may have become good."""
+def test_auto_length_drafts_as_deep_as_pays_and_is_lossless(target, prompts, drafter, alpha, used):
+    """If drafting is too costly, it is only retried from time to time, because a learning drafter may improve."""
     length = AutoLength(drafter, alpha)
     options = {"sampling": GREEDY, "max_new_tokens": 40, "seeds": [0] * len(prompts)}
     plain = decode(target, prompts, **options)
@@ -52,8 +53,8 @@ def test_it_drafts_as_deep_as_pays_and_changes_no_text(target, prompts, drafter,
     assert length.pop_mean_length() is not None and length.pop_mean_length() is None
 
 
-def test_costs_are_measured(target, prompts, drafter):
-    """Of a drafter as large as the target, a token costs about a step."""
+def test_auto_length_measures_its_costs(target, prompts, drafter):
+    """For a drafter as large as the target, a draft token costs about one step."""
     length = AutoLength(drafter)
     decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=40, seeds=[0], controller=length, taps=())
     assert length.alpha > 0 and length.draft_tokens > length.steps

@@ -1,4 +1,4 @@
-"""Hedge over learners of different rates, on quadratic losses."""
+"""Hedge over learners with different rates, on quadratic losses."""
 
 import math
 
@@ -7,13 +7,13 @@ import torch
 
 
 def weights_of(losses, epsilon):
-    """softmax(−ε Σ losses) in plain Python."""
+    """Return softmax(−ε Σ losses) in plain Python."""
     total = [math.exp(-epsilon * sum(column)) for column in zip(*losses, strict=True)]
     return [value / sum(total) for value in total]
 
 
 def test_weights_and_mean_by_hand(quadratic, played, chunk):
-    """η = ¼, ½, 1 from 2 to c = 0: w = 1.5, 1, 0, and their losses on the next chunk ½ w²."""
+    """η = ¼, ½, 1 from 2 to c = 0 give w = 1.5, 1, 0, with losses ½ w² on the next chunk."""
     _, learner = quadratic([2.0], algo="ensemble", lr=0.25, epsilon=0.7)
     first = learner.learn(chunk([0.0]))
     assert first.losses == (2.0, 2.0, 2.0) and first.weights == pytest.approx((1 / 3,) * 3)
@@ -28,8 +28,10 @@ def test_weights_and_mean_by_hand(quadratic, played, chunk):
 
 
 def test_losses_are_measured_before_the_update(quadratic, chunk):
-    """The largest rate jumps onto each chunk's centre: judged after the update its loss would be 0 and it would win.
-    Judged before, on centres that alternate, it is the worst of all."""
+    """The largest rate jumps to the center of each chunk: measured after the update, its loss would be 0.
+
+    Measured before, on alternating centers, it is the worst member.
+    """
     objective, learner = quadratic([0.0], algo="ensemble", lr=0.1, spacing=math.sqrt(10), epsilon=1.0)
     for t in range(12):
         centre = chunk([1.0 if t % 2 else -1.0])
@@ -38,9 +40,12 @@ def test_losses_are_measured_before_the_update(quadratic, chunk):
     assert learner.p.argmin() == 2
 
 
-def test_what_the_members_are_judged_on(quadratic, chunk):
-    """The first batch, before any step; or the whole chunk, in a pass of its own unless an epoch is one step; or each
-    batch before the step on it. The members are all at 2: nothing has a loss of its own but by steps."""
+def test_each_measure_option_judges_its_batches(quadratic, chunk):
+    """Compare the options "first", "chunk" and "batch" of `measure`.
+
+    "first" is the first batch before any step. "chunk" is the whole chunk, in a separate pass unless an epoch is one
+    step. "batch" is each batch before its step.
+    """
 
     def first(**options):
         objective, learner = quadratic([2.0], algo="ensemble", lr=0.25, **options)
@@ -53,12 +58,12 @@ def test_what_the_members_are_judged_on(quadratic, chunk):
     assert first(measure="chunk") == ((1.0, 1.0, 1.0), 1)
     for measure in ("first", "chunk", "batch"):
         assert first(measure=measure, step="chunk", epochs=2) == ((1.0, 1.0, 1.0), 0)
-    # η = ¼, ½, 1 are at 1.5, 1, 0 when they see the second batch: losses (2 + ½ (w − 2)²) / 2
+    # η = ¼, ½, 1 are at 1.5, 1, 0 for the second batch: losses (2 + ½ (w − 2)²) / 2
     assert first(measure="batch", epochs=2) == ((1.0625, 1.25, 2.0), 0)
 
 
 def test_a_batch_is_prepared_once_for_all_members(quadratic, chunk):
-    """Two batches: a pass to measure, and two epochs."""
+    """Two batches: one pass to measure, then two epochs."""
     objective, learner = quadratic([2.0], algo="ensemble", lr=0.25, epochs=2, measure="chunk")
     prepared = []
     objective.prepare = lambda batch: prepared.append(batch) or batch
@@ -67,13 +72,13 @@ def test_a_batch_is_prepared_once_for_all_members(quadratic, chunk):
 
 
 def test_the_loss_is_per_token(quadratic, chunk):
-    """A chunk of ten times as many tokens must not count ten times as much in the weights."""
+    """A chunk with ten times as many tokens must not count ten times as much."""
     short, long = (quadratic([2.0], algo="ensemble")[1] for _ in range(2))
     for _ in range(2):
         assert short.learn(chunk([0.0], tokens=1)).losses == long.learn(chunk([0.0], tokens=10)).losses
 
 
-def test_discount(quadratic, chunk):
+def test_discount_shrinks_earlier_losses(quadratic, chunk):
     _, learner = quadratic([2.0], algo="ensemble", lr=0.25, discount=0.5)
     learner.learn(chunk([0.0]))
     learner.learn(chunk([0.0]))
@@ -87,8 +92,8 @@ def test_collapse_is_reported(quadratic, chunk):
     assert outcomes[-1].collapsed and outcomes[-1].effective == pytest.approx(1.0, abs=0.05)
 
 
-def test_resync(quadratic, chunk):
-    """Every second chunk all members are where their mean was, and stay apart in between."""
+def test_resync_moves_all_members_to_their_mean(quadratic, chunk):
+    """Every second chunk; between resyncs the members stay apart."""
     _, learner = quadratic([4.0], algo="ensemble", lr=0.1, epsilon=0.5, resync=2)
     learner.learn(chunk([0.0]))
     assert len({member.w.item() for member in learner.members}) == 3
@@ -101,8 +106,8 @@ def test_resync(quadratic, chunk):
     assert learner.L.tolist() == twin.L.tolist(), "what was learnt about the rates is kept"
 
 
-def test_a_diverging_member_is_left_behind(quadratic, chunk, played):
-    """η = 32 overflows after some chunks: it is refused and has no weight, the others go on; resync takes it back."""
+def test_a_diverging_member_loses_its_weight(quadratic, chunk, played):
+    """η = 32 overflows after some chunks and is refused; resync takes the member back."""
     for resync in (0, 40):
         _, learner = quadratic([1.0], algo="ensemble", lr=0.02, spacing=40.0, resync=resync)
         outcomes = [learner.learn(chunk([0.0])) for _ in range(40)]
@@ -120,15 +125,15 @@ def test_opt_ensemble_without_hints_is_the_ensemble(quadratic, chunk):
     assert torch.equal(*(learner.play() for learner in learners))
 
 
-def test_the_meta_learner_guesses_too(quadratic, chunk):
-    """p ∝ exp(−ε (L + last losses)): the last losses count twice until others come."""
+def test_the_optimistic_meta_learner_counts_the_last_losses_twice(quadratic, chunk):
+    """p ∝ exp(−ε (L + last losses))."""
     _, learner = quadratic([2.0], algo="opt-ensemble", lr=0.1, epsilon=0.2)
     rounds = [learner.learn(chunk([0.0])).losses for _ in range(3)]
     assert learner.p.tolist() == pytest.approx(weights_of([*rounds, rounds[-1]], 0.2))
 
 
-def test_an_ensemble_comes_close_to_its_best_member(quadratic, chunk):
-    """Hedge's promise: Σ Σ_i p_i f_i ≤ min_i Σ f_i + ln N/ε + ε/8 Σ (range of losses)²."""
+def test_an_ensemble_is_within_the_hedge_bound_of_its_best_member(quadratic, chunk):
+    """Σ Σ_i p_i f_i ≤ min_i Σ f_i + ln N/ε + ε/8 Σ (range of losses)²."""
     random = torch.Generator().manual_seed(0)
     _, learner = quadratic([3.0, 3.0], algo="ensemble", lr=0.02, spacing=5.0, epsilon=0.5)
     outcomes = [learner.learn(chunk(torch.randn(2, generator=random).tolist())) for _ in range(100)]

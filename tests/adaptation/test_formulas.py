@@ -1,4 +1,4 @@
-"""Update rules by hand, and against torch's own optimizers."""
+"""Update rules, checked by hand and against torch's optimizers."""
 
 import math
 
@@ -12,8 +12,8 @@ def vector(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_projection():
-    """Outside the ball: its nearest point, not a rescaled w; inside, or without a radius: w."""
+def test_projection_gives_the_nearest_point_of_the_ball():
+    """Vectors inside the ball, or without a radius, stay unchanged."""
     origin = vector(1.0, 1.0)
     torch.testing.assert_close(formulas.project(vector(4.0, 5.0), origin, 2.5), vector(2.5, 3.0))
     inside = vector(1.0, 2.0)
@@ -21,7 +21,7 @@ def test_projection():
     assert formulas.project(vector(9.0, 9.0), origin, None)[0] == 9
 
 
-def test_heavy_ball_is_torch_sgd_momentum():
+def test_heavy_ball_equals_torch_sgd_with_momentum():
     ours = theirs = torch.tensor([1.0, -2.0, 0.5])
     parameter = torch.nn.Parameter(theirs.clone())
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
@@ -35,8 +35,8 @@ def test_heavy_ball_is_torch_sgd_momentum():
     torch.testing.assert_close(ours, parameter.data)
 
 
-def test_adam_is_torch_adam():
-    """In particular the bias correction, whose absence would make the first chunks' steps far too large."""
+def test_adam_equals_torch_adam():
+    """Without bias correction, the steps of the first chunks would be far too large."""
     random = torch.Generator().manual_seed(0)
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.Adam([parameter], lr=0.01, betas=(0.9, 0.95))
@@ -50,13 +50,13 @@ def test_adam_is_torch_adam():
     torch.testing.assert_close(ours, parameter.data)
 
 
-def test_clipping():
+def test_clipping_scales_to_the_limit():
     assert formulas.clipped(vector(3.0, 4.0), 5.0, 0.5).tolist() == pytest.approx([0.3, 0.4])
     assert formulas.clipped(vector(3.0, 4.0), 5.0, 0.0).tolist() == [3.0, 4.0], "0 is no limit"
     assert formulas.clipped(vector(0.0, 0.0), 0.0, 0.5).tolist() == [0.0, 0.0]
 
 
-def test_hints():
+def test_each_hint_kind():
     first, second = vector(2.0, 0.0), vector(4.0, -2.0)
     zero = torch.zeros_like(first)
     assert formulas.next_hint("last", first, second, 2).tolist() == [4.0, -2.0]
@@ -65,8 +65,8 @@ def test_hints():
 
 
 def test_a_perfect_hint_bounds_the_regret_by_a_constant():
-    """On linear losses ⟨g_t, w⟩ with h_t = g_t regret against u is at most ‖u‖²/2η, however long the stream is: the
-    terms η ‖g_t − h_t‖² are gone (Rakhlin and Sridharan 2013). OGD pays them."""
+    """On linear losses ⟨g_t, w⟩ with h_t = g_t, regret against u is at most ‖u‖²/2η for any number of steps, because
+    the terms η ‖g_t − h_t‖² vanish (Rakhlin and Sridharan 2013). OGD exceeds this bound."""
     random = torch.Generator().manual_seed(0)
     eta, u = 0.1, vector(-1.0, 1.0, 0.5)
     suffered = {"perfect": 0.0, "none": 0.0}
@@ -100,14 +100,14 @@ def test_effective_members():
     assert formulas.effective_members(vector(1.0, 0.0)) == pytest.approx(1.0)
 
 
-def test_the_mean_of_one_is_itself():
-    """A lone learner goes through the ensemble's mean: it must come back bit for bit."""
+def test_the_mean_with_weight_one_is_that_vector():
+    """A lone learner passes through the ensemble's mean and must come back bit for bit."""
     lone = torch.randn(5, generator=torch.Generator().manual_seed(0))
     assert formulas.mean_of(vector(0.0, 1.0), [torch.zeros(5), lone]) is lone
 
 
-def test_nothing_is_changed_in_place():
-    """States are kept by reference, to go back to: a rule that wrote into them would undo the going back."""
+def test_no_rule_changes_its_arguments():
+    """States are kept by reference for rollbacks."""
     g, h, m, v, origin = (torch.full((3,), float(i + 1)) for i in range(5))
     copies = [x.clone() for x in (g, h, m, v, origin)]
     formulas.project(g, origin, 0.1)

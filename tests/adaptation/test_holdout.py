@@ -1,4 +1,4 @@
-"""How far a learner goes on the way that a chunk leads it, as texts held out have it: there, less far, or back home."""
+"""Held-out texts decide how far an update goes: the whole way, half of the way, nowhere, or back to the start."""
 
 import math
 from types import SimpleNamespace
@@ -14,29 +14,29 @@ from specctl.recipe import LearnerRecipe
 
 @pytest.fixture
 def held(chunk):
-    """Texts with these centres, to judge."""
+    """Return held-out texts with these centers."""
     return chunk
 
 
-# From 8, at η = ½, a chunk with its centre at 0 leads to 4.
+# From 8 at η = ½, a chunk with center 0 leads to 4.
 CASES = [
-    ([0.0], 1.0, 4.0),  # nothing is learnt from the texts held out themselves: nobody would judge that
-    ([6.0], 0.5, 6.0),  # 4 is as bad as 8 for them, half of the way is where they are
-    ([7.0], 0.0, 8.0),  # half of the way is as far beyond
-    ([10.0], 0.0, 8.0),  # the other way
+    ([0.0], 1.0, 4.0),  # held-out texts agree with the chunk
+    ([6.0], 0.5, 6.0),  # 4 is as bad as 8, and half of the way is optimal
+    ([7.0], 0.0, 8.0),  # even half of the way is as bad as 8
+    ([10.0], 0.0, 8.0),  # the held-out texts pull the other way
 ]
 
 
 @pytest.mark.parametrize(("centre", "scale", "w"), CASES)
-def test_the_way_by_hand(quadratic, played, chunk, held, centre, scale, w):
+def test_the_scale_of_an_update_by_hand(quadratic, played, chunk, held, centre, scale, w):
     _, learner = quadratic([8.0], algo="ogd")
     outcome = learner.learn(chunk([0.0]), held(centre))
     assert outcome.scales == (scale,) and outcome.no_improvement == (scale == 0)
     assert played(learner).tolist() == [w]
 
 
-def test_back_home(quadratic, played, chunk, held):
-    """The stream turns back to where it began: the weights of then are better than a step from here."""
+def test_returning_to_the_start(quadratic, played, chunk, held):
+    """The stream returns to its start, where the first weights are better than a step from here."""
     _, learner = quadratic([8.0], algo="optimistic")
     learner.learn(chunk([0.0]), held([0.0]))
     assert played(learner).tolist() == [0.0]
@@ -45,16 +45,18 @@ def test_back_home(quadratic, played, chunk, held):
     assert played(learner).tolist() == [8.0] and learner.members[0].h.tolist() == [0.0]
 
 
-def test_a_gain_must_exceed_chance(quadratic, played, chunk, held):
-    """From 8 to 4 the texts gain 12, 10.4, 0.8 and −4.8 of a loss of 8, 6.5, 1.3 and 0.1, half as far less: no more
-    than chance, at a level of 5 %. Where all gain about the same it is none."""
+def test_a_gain_must_be_significant(quadratic, played, chunk, held):
+    """From 8 to 4, the first four texts gain 12, 10.4, 0.8 and −4.8, which is not significant at 5 %.
+
+    Texts with similar gains are significant.
+    """
     _, learner = quadratic([8.0], algo="ogd")
     assert learner.learn(chunk([0.0]), held([4.0], [4.4], [6.4], [7.6])).scales == (0.0,)
     assert learner.learn(chunk([0.0]), held([4.0], [4.2], [4.4], [3.9])).scales == (1.0,)
 
 
-def test_an_optimistic_learner_is_judged_where_it_plays(quadratic, played, chunk, held):
-    """ŵ goes to 4 and h to 8: w would be 0. Half of that is ŵ = 6, h = 4, w = 4; none of it is as it was."""
+def test_an_optimistic_learner_is_judged_at_the_point_it_plays(quadratic, played, chunk, held):
+    """A whole step leads to ŵ = 4, h = 8, w = 0; half of it to ŵ = 6, h = 4, w = 4; a refused step changes nothing."""
     _, learner = quadratic([8.0], algo="optimistic")
     assert learner.learn(chunk([0.0]), held([5.0])).scales == (0.5,)
     assert played(learner).tolist() == [4.0] and learner.members[0].h.tolist() == [4.0]
@@ -65,7 +67,7 @@ def test_an_optimistic_learner_is_judged_where_it_plays(quadratic, played, chunk
 @pytest.mark.parametrize("options", [{"algo": "optimistic", "optimizer": "adam"}, {"algo": "momentum"}])
 @pytest.mark.parametrize("first", [0.0, 6.0])
 def test_a_refused_update_leaves_no_trace(quadratic, played, chunk, held, options, first):
-    """Moments, hint and number of steps go back with the weights; who is sent home is as new."""
+    """Moments, hint and step count are reset with the weights; a return to the start resets the whole state."""
     _, learner = quadratic([8.0], **options)
     new = learner.members[0].state()
     learner.learn(chunk([first]), held([first]))
@@ -80,8 +82,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_part_of_the_way_keeps_its_moments(quadratic, chunk, held):
-    """As if the steps had been shorter."""
+def test_a_partial_update_keeps_its_moments(quadratic, chunk, held):
     learners = [quadratic([8.0], algo="momentum")[1] for _ in range(2)]
     assert learners[0].learn(chunk([0.0]), held([6.0])).scales == (0.5,)
     assert learners[1].learn(chunk([0.0]), held([0.0])).scales == (WHOLE,)
@@ -113,61 +114,62 @@ def moved(law, texts, learners, gain=0.0, level=0.05):
 @pytest.mark.parametrize("learners", [1, 3])
 @pytest.mark.parametrize("texts", [5, 10])
 @pytest.mark.parametrize("law", GAINS)
-def test_an_update_of_no_effect_moves_as_seldom_as_said(law, texts, learners):
-    """Bonferroni over places alone and plain t: 9 % of ensembles for normal gains, 15 and 40 % where few lose much.
+def test_updates_without_effect_move_as_rarely_as_the_level_says(law, texts, learners):
+    """With Bonferroni over places only and a plain t-test, 9 % of ensembles moved for normal gains, and 15 and 40 %
+    where few texts lose much.
 
-    The bound is four standard errors above the level: a right rule fails one of the twelve with a probability below
-    0.04 %.
+    The bound is four standard errors above the level: a correct rule fails one of the twelve cases with a probability
+    below 0.04 %.
     """
     assert moved(law, texts, learners) < 0.05 + 4 * math.sqrt(0.05 * 0.95 / DRAWS)
 
 
 @pytest.mark.parametrize(("texts", "gain", "least"), [(10, 1.5, 0.8), (5, 4.0, 0.7), (5, 20.0, 0.99)])
-def test_a_plain_gain_is_taken(texts, gain, least):
-    """Gains in standard deviations of a text's. A rule that never moved would keep any level."""
+def test_a_clear_gain_is_taken(texts, gain, least):
+    """`gain` is in standard deviations of one text."""
     assert moved("normal", texts, 1, gain) > least
 
 
-def test_a_lower_level_is_kept():
+def test_a_lower_level_is_respected():
     assert moved("few lose much", 5, 3, level=0.01) < 0.01 + 4 * math.sqrt(0.01 * 0.99 / DRAWS)
 
 
-def test_members_are_judged_one_by_one(quadratic, chunk, held):
-    """η = ¼, ½, 1 lead to 6, 4 and 0: the centre is 5, so half of the way is best for the third only."""
+def test_members_are_judged_separately(quadratic, chunk, held):
+    """η = ¼, ½, 1 lead to 6, 4 and 0; with center 5, half of the way is best for the third only."""
     _, learner = quadratic([8.0], algo="ensemble", lr=0.25)
     assert learner.learn(chunk([0.0]), held([5.0])).scales == (1.0, 1.0, 0.5)
     assert [member.w.item() for member in learner.members] == [6.0, 4.0, 4.0]
 
 
-def test_the_ball_holds_for_a_part_of_the_way(quadratic, played, chunk, held):
+def test_a_partial_update_stays_in_the_ball(quadratic, played, chunk, held):
     _, learner = quadratic([8.0], algo="ogd", radius=2.0)
     assert learner.learn(chunk([0.0]), held([7.1])).scales == (0.5,)
     assert played(learner).tolist() == [7.0]
 
 
-def test_nothing_held_out_is_the_papers_rule(quadratic, played, chunk):
+def test_without_held_out_texts_the_update_is_taken(quadratic, played, chunk):
     _, learner = quadratic([8.0], algo="ogd")
     outcome = learner.learn(chunk([0.0]))
     assert outcome.scales == () and not outcome.no_improvement
     assert played(learner).tolist() == [4.0]
 
 
-def test_texts_without_weight_forbid_nothing(quadratic, played, chunk, held):
+def test_held_out_texts_without_tokens_are_ignored(quadratic, played, chunk, held):
     _, learner = quadratic([8.0], algo="ogd")
     assert learner.learn(chunk([0.0]), held([10.0], tokens=0)).scales == (1.0,)
     assert played(learner).tolist() == [4.0]
 
 
-def test_a_rate_that_diverges_stays_where_it_is(quadratic, played, chunk, held):
-    """η = 3 triples the distance with every step; nothing of it helps, and nothing is taken back later."""
+def test_a_diverging_rate_stays_at_its_start(quadratic, played, chunk, held):
+    """η = 3 triples the distance with every step."""
     _, learner = quadratic([1.0], algo="ogd", lr=3.0, epochs=5)
     for _ in range(3):
         assert learner.learn(chunk([0.0]), held([0.0])).scales == (0.0,)
     assert played(learner).tolist() == [1.0]
 
 
-def test_it_rests_after_learning_in_vain(quadratic, chunk, held):
-    """One chunk, then three; not for long where acceptance falls, nor where something comes of it."""
+def test_learning_rests_after_updates_in_vain(quadratic, chunk, held):
+    """For one chunk, then three. It resumes when acceptance falls or an update helps."""
     objective, learner = quadratic([8.0], algo="ogd")
     dog = Watchdog(LearnerRecipe(algo="ogd", rest=3))
 
@@ -189,11 +191,11 @@ def test_it_rests_after_learning_in_vain(quadratic, chunk, held):
     assert statuses(2, [0.0], accepted=80) == "updated updated", "something came of it"
 
 
-def test_a_chunk_without_drafts_is_no_low_to_fall_below(quadratic, chunk, held):
-    """With draft_length=auto, say: nothing is verified where nothing is drafted, and a fall afterwards went unseen."""
+def test_a_chunk_without_drafts_does_not_hide_a_fall(quadratic, chunk, held):
+    """With draft_length=auto a chunk may have no drafts; a fall after such a chunk used to go unnoticed."""
     objective, learner = quadratic([8.0], algo="ogd")
     dog = Watchdog(LearnerRecipe(algo="ogd", rest=7))
-    dog.restore(dog.state() | {"rest": torch.tensor([2, 0])})  # two chunks were learnt from in vain
+    dog.restore(dog.state() | {"rest": torch.tensor([2, 0])})  # two updates in vain
 
     def status(acceptance):
         return dog.learn(learner, objective, chunk([0.0]), acceptance, held([9.0]))[1].status

@@ -1,4 +1,4 @@
-"""Losses of real heads as functions of one vector, and a real head that learns."""
+"""Losses of real heads as functions of one vector, and learners on a real head."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ OPTIONS = {"dflash with confidence": {"confidence": True}} | {
 
 
 class Lesson:
-    """A head of a family, batches for it, and how it is run on one."""
+    """A head of a family, batches for it, and a function to run it on a batch."""
 
     def __init__(self, target, arch, drafter=None, **options):
         torch.manual_seed(1)
@@ -32,7 +32,7 @@ class Lesson:
         sizes |= {"hidden_size": 48, "num_layers": 1} if arch == "lm" else {}
         recipe = TrainRecipe(arch=arch, ttt_steps=2, drafter=DrafterRecipe(**sizes, **drafter or {}), **options)
         family = pool.load_family(arch)
-        random_layer = arch == "mtp"  # the target has none
+        random_layer = arch == "mtp"  # the target has no MTP layer
         self.head = mtp.head(target) if random_layer else family.build(recipe, target, lambda size: list(range(size)))
         family.set_training_options(self.head, recipe)
         random = torch.Generator().manual_seed(0)
@@ -53,9 +53,11 @@ class Lesson:
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_gradients_are_those_of_the_module(target, arch):
-    """Every family passes through functional_call: custom autograd functions, tied and repeated modules, transformers'
-    own. At other weights than the module holds, so that one that was not replaced would show."""
+def test_gradients_equal_those_of_the_module(target, arch):
+    """Covers custom autograd functions, tied and repeated modules, and `transformers` modules in functional_call.
+
+    The vector differs from the module's weights, so a weight that is not replaced is noticed.
+    """
     lesson = Lesson(target, arch)
     objective = Objective(lesson.head, lesson.run, seed=5)
     held = objective.start()
@@ -66,7 +68,7 @@ def test_gradients_are_those_of_the_module(target, arch):
     assert torch.equal(again[2], gradient)
     lesson.head.load_state_dict(objective.state(w))
     assert torch.equal(objective.start(), w)
-    lesson.head.eval()  # no noise of eagle's; nothing else here differs between the modes
+    lesson.head.eval()  # turns off eagle's noise and changes nothing else
     theirs, count, *_ = lesson.run(lesson.head, lesson.chunk[0])
     mean = float(theirs.detach() / count)
     measured = objective.losses([w, held], lesson.chunk[:1])
@@ -81,8 +83,8 @@ def test_gradients_are_those_of_the_module(target, arch):
 
 
 @pytest.mark.parametrize("arch", ["eagle", "eagle3", "peagle", "dflash", "mtp", "hydra", "medusa"])
-def test_distributions_that_are_made_once(target, arch):
-    """The same losses and gradients as from the teacher's states, without a product for every member and depth."""
+def test_precomputed_distributions_change_no_loss_or_gradient(target, arch):
+    """They save a vocabulary product per member and depth."""
     lesson = Lesson(target, arch)
     objective = Objective(lesson.head, lesson.run, prepare=lesson.prepare)
     w, batch = objective.start(), lesson.chunk[0]
@@ -96,9 +98,11 @@ def test_distributions_that_are_made_once(target, arch):
 
 
 @pytest.mark.parametrize("arch", [*FAMILIES, "eagle3 with checkpointed layers", *OPTIONS])
-def test_learners_at_once_are_those_that_take_turns(target, arch):
-    """Losses and gradients of three, with the dropout masks and noise that each would draw alone; and of the others
-    where one is not finite."""
+def test_stacked_learners_equal_learners_in_turn(target, arch):
+    """Compare losses and gradients of three, with the dropout masks and noise each would draw alone.
+
+    One with NaN must not affect the others.
+    """
     drafter, checkpointed = OPTIONS.get(arch), "checkpointed" in arch
     arch = arch.split()[0]
     lesson = Lesson(target, arch, drafter, **{"dropout": 0.3} if arch == "hydra" else {})
@@ -119,8 +123,8 @@ def test_learners_at_once_are_those_that_take_turns(target, arch):
     assert not together[1][0].isfinite()
 
 
-def test_a_stacked_ensemble_is_one_that_takes_turns(target):
-    """Over two chunks: losses, weights, and what is played."""
+def test_a_stacked_ensemble_equals_one_in_turn(target):
+    """Compare losses, weights and played vector over two chunks."""
     lesson = Lesson(target, "hydra", dropout=0.3)
     options = LearnerRecipe(algo="ensemble", optimizer="sgd", lr=0.02, clip=0.5).resolved("hydra", target.hidden_size)
     found = []
@@ -135,8 +139,8 @@ def test_a_stacked_ensemble_is_one_that_takes_turns(target):
     assert not torch.equal(found[0][2], objective.start())
 
 
-def test_dropout_is_a_function_of_seed_and_draw(target):
-    """It resumes without a generator's state, leaves the global one alone, and is off where losses are measured."""
+def test_dropout_depends_only_on_seed_and_draw(target):
+    """It needs no generator state to resume, leaves the global generator alone, and is off in measurements."""
     lesson = Lesson(target, "hydra", dropout=0.3)
     objective, other = Objective(lesson.head, lesson.run, seed=0), Objective(lesson.head, lesson.run, seed=1)
     w, batch = objective.start(), lesson.chunk[0]
@@ -150,8 +154,8 @@ def test_dropout_is_a_function_of_seed_and_draw(target):
     assert torch.equal(*(objective.losses([w], lesson.chunk) for _ in range(2)))
 
 
-def test_frozen_parameters_are_not_learnt(target):
-    """Of an adapter's module only the adapter: the base is shared."""
+def test_frozen_parameters_are_not_learned(target):
+    """An adapter shares its base, which stays frozen."""
     head = Lesson(target, "eagle3").head
     head.fc.requires_grad_(False)
     frozen = Objective(head, lambda module, batch: module(batch)).start()
@@ -162,8 +166,8 @@ def test_frozen_parameters_are_not_learnt(target):
 
 @pytest.mark.parametrize(("optimizer", "lr"), [("adam", 2e-4), ("muon", 2e-3)])
 @pytest.mark.parametrize("algo", ["ogd", "optimistic", "ensemble"])
-def test_a_real_head_learns(target, algo, optimizer, lr):
-    """The loss of what is played falls on the chunk that it was shown: a fifth within three."""
+def test_learners_lower_the_loss_of_a_real_head(target, algo, optimizer, lr):
+    """By a fifth within three chunks, on the chunk it learns from."""
     lesson = Lesson(target, "eagle3")
     objective = Objective(lesson.head, lesson.run)
     options = LearnerRecipe(algo=algo, lr=lr, optimizer=optimizer, epochs=2).resolved("eagle3", target.hidden_size)
@@ -178,8 +182,8 @@ def test_a_real_head_learns(target, algo, optimizer, lr):
     assert loss() < 0.8 * before
 
 
-def test_resuming_in_the_middle_is_bit_for_bit(target):
-    """Of a real head with dropout, from a state that went through safetensors."""
+def test_a_restored_learner_of_a_real_head_continues_exactly(target):
+    """Bit for bit, with dropout, from a state saved with safetensors."""
     from safetensors.torch import load, save
 
     lesson = Lesson(target, "hydra", dropout=0.1)

@@ -1,4 +1,4 @@
-"""Versions of a drafter in an engine: what is better stays, what is worse goes, and no chance decides often."""
+"""Publishing drafter versions to an engine: better versions stay, worse ones are rolled back, chance rarely decides."""
 
 import random
 
@@ -11,7 +11,7 @@ from specctl.recipe import PublicationRecipe
 
 
 class Engines:
-    """Accepts `mats[version]` tokens a round, a little more or less by the prompt."""
+    """A fake engine that accepts about `mats[version]` tokens per round, depending on the prompt."""
 
     def __init__(self, **mats):
         self.mats, self.served, self.asked, self.directory = mats, None, 0, None
@@ -58,7 +58,7 @@ def publisher(tmp_path):
     return make
 
 
-def test_a_better_one_stays(publisher):
+def test_a_better_version_is_published(publisher):
     engines = Engines(start=2.0, better=2.6)
     publishing = publisher(engines)
     publication = publishing.propose("better", texts(12))
@@ -68,7 +68,7 @@ def test_a_better_one_stays(publisher):
     assert engines.asked == 2 * 8
 
 
-def test_a_worse_one_goes_at_once(publisher):
+def test_a_worse_version_is_rolled_back(publisher):
     engines = Engines(start=2.0, worse=1.5, better=2.5)
     publishing = publisher(engines)
     assert publishing.propose("worse", texts(12)).verdict == "rolled back"
@@ -76,13 +76,13 @@ def test_a_worse_one_goes_at_once(publisher):
     assert publishing.propose("better", texts(12)).version == "v000003" and engines.directory == "better"
 
 
-def test_without_probes_the_learner_is_trusted(publisher):
+def test_without_probes_a_version_is_published_unchecked(publisher):
     engines = Engines(start=2.0, worse=1.5)
     publication = publisher(engines, probes=0).propose("worse", texts(12))
     assert publication.verdict == "published" and publication.mat_after is None and not engines.asked
 
 
-def test_what_is_not_proven_does_not_stay(publisher):
+def test_a_version_that_could_not_be_probed_is_rolled_back(publisher):
     engines = Engines(start=2.0, next=2.0)
     publishing = publisher(engines)
     publish = engines.publish
@@ -97,7 +97,7 @@ def test_what_is_not_proven_does_not_stay(publisher):
     assert engines.directory == "start" and publishing.version == "v000001"
 
 
-def test_an_engine_that_says_nothing_is_named(publisher):
+def test_an_engine_without_draft_metrics_is_named(publisher):
     engines = Engines(start=2.0, next=2.0)
     publishing = publisher(engines)
     engines.silent = True
@@ -106,19 +106,19 @@ def test_an_engine_that_says_nothing_is_named(publisher):
     assert "--per-request-spec-decode-metrics" in error.value.hint and engines.directory == "start"
 
 
-def test_what_others_publish_is_replaced(publisher):
+def test_a_version_published_by_others_is_replaced(publisher):
     engines = Engines(start=2.0, better=2.6, foreign=1.2)
     publishing = publisher(engines)
     publishing.propose("better", texts(12))
     assert not publishing.restore_if_replaced(suspected=False) and not publishing.restore_if_replaced(suspected=True)
     engines.served = "v9"
     assert publishing.restore_if_replaced(suspected=False) and engines.directory == "better"
-    engines.directory = "foreign"  # under our version's name: only its drafts tell
+    engines.directory = "foreign"  # under our version name, so only its drafts reveal it
     assert not publishing.restore_if_replaced(suspected=False)
     assert publishing.restore_if_replaced(suspected=True) and engines.directory == "better"
 
 
-def test_few_versions_are_kept_and_always_the_present_one(publisher, tmp_path):
+def test_old_versions_are_deleted_except_the_current_one(publisher, tmp_path):
     engines = Engines(start=2.0, a=1.2, b=1.2, c=1.2, d=1.2)
     publishing = publisher(engines, keep=2)
     for name in "abcd":
@@ -126,7 +126,7 @@ def test_few_versions_are_kept_and_always_the_present_one(publisher, tmp_path):
     assert sorted(path.name for path in (tmp_path / "versions").iterdir()) == ["v000001", "v000004", "v000005"]
 
 
-def test_it_goes_on_from_its_state(publisher, tmp_path):
+def test_a_restored_publisher_continues_from_its_state(publisher, tmp_path):
     engines = Engines(start=2.0, better=2.6, last=2.8)
     publishing = publisher(engines)
     publishing.propose("better", texts(9))
@@ -137,7 +137,7 @@ def test_it_goes_on_from_its_state(publisher, tmp_path):
     assert again.propose("last", texts(9)).version == "v000003"
 
 
-def test_a_version_that_changes_nothing_is_put_back_as_seldom_as_said():
+def test_an_equal_version_is_rolled_back_as_rarely_as_the_level_says():
     draw = random.Random(1)
 
     def drafts(shift=0.0):
@@ -148,29 +148,28 @@ def test_a_version_that_changes_nothing_is_put_back_as_seldom_as_said():
     assert sum(accepts_less(drafts(), drafts(-0.8), 0.05) for _ in range(200)) / 200 > 0.9
 
 
-def test_one_text_and_texts_without_drafts_say_nothing():
+def test_single_texts_and_texts_without_drafts_decide_nothing():
     better, less = DraftCounters(10, 30, 20), DraftCounters(10, 30, 5)
     assert not accepts_less([better], [less], 0.05) and not accepts_less([], [], 0.05)
     assert not accepts_less([better, DraftCounters()], [less, DraftCounters()], 0.05)
     assert accepts_less([better] * 2, [less] * 2, 0.05) and not accepts_less([less] * 2, [better] * 2, 0.05)
 
 
-def test_a_refused_prompt_is_left_out_on_both_sides(publisher):
+def test_a_refused_prompt_is_skipped_on_both_sides(publisher):
     engines = Engines(start=2.0, better=2.6)
     publishing = publisher(engines)
     newest = [*texts(4), ServedText("r", "sql", [0], [1, 2])]
     assert publishing.propose("better", newest).verdict == "published"
 
 
-def test_acceptance_counts_rejected_places_of_texts_since_the_publication():
-    full = DraftCounters(10, 30, 24, [10, 8, 6])  # 6 of 10 rounds were accepted whole
+def test_acceptance_counts_rejections_in_texts_since_the_publication():
+    full = DraftCounters(10, 30, 24, [10, 8, 6])  # 6 of 10 rounds were fully accepted
     served = [ServedText("a", "", [1], [1, 2], full, began=5.0), ServedText("b", "", [1], [1, 2], full, began=15.0)]
     assert acceptance(served).texts == ((24, 28), (24, 28)) and acceptance(served, since=10.0).texts == ((24, 28),)
     assert acceptance([ServedText("a", "", [1], [1, 2])]).texts == ()
 
 
-def test_a_proof_against_somebody_elses_drafter_is_none(publisher):
-    """The drafter is replaced while the probes are asked: they are asked again, of ours."""
+def test_probes_are_repeated_if_the_drafter_is_replaced_meanwhile(publisher):
     engines = Engines(start=2.0, better=2.6, foreign=1.2)
     publishing = publisher(engines)
     answers = engines.answers

@@ -1,4 +1,4 @@
-"""A learner in another process, which learns, stops and ends with the decoder."""
+"""A learner in another process learns, stops and ends with the decoder."""
 
 import dataclasses
 import os
@@ -22,8 +22,8 @@ from tests.adaptation.lessons import ACCEPTANCE, answered, taught
 from tests.measuring.streams import QUESTIONS, recipe, write_head
 
 
-def test_a_parcel_brings_what_was_put_into_it():
-    """Of all widths, in whatever order, with none and with a single number."""
+def test_packed_tensors_are_unpacked_unchanged():
+    """Covers all element sizes, transposed tensors, empty tensors and scalars."""
     sent = {
         "flag": torch.tensor([True, False, True]),
         "half": torch.randn(3, 5).to(torch.bfloat16),
@@ -45,14 +45,14 @@ def hand_over(pupil, chunk):
 
 
 def wait_for(pupil):
-    """Until everything is learnt from, with pauses in which all stand still, wherever they are."""
+    """Wait until all chunks are learned from, with pauses at arbitrary points."""
     while pupil.pending:
         with pupil.active():
             pupil.receive(0.02)
 
 
 class Box(queue.Queue):
-    """A queue to or from a process that stands by."""
+    """A queue to or from a process that is ready."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ class Box(queue.Queue):
 
 
 class Silent:
-    """The process, which says nothing more."""
+    """A fake process that never answers."""
 
     pid = exitcode = None
 
@@ -77,9 +77,9 @@ class Silent:
         return False
 
 
-def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, capsys):
-    """What waits for it and the texts of the chunk that is being answered share buffer.max_mb: the oldest go, told of
-    once and counted in every row, also after a resumption; what it learns from at the moment stays."""
+def test_waiting_chunks_stay_within_the_memory_limit(tmp_path, tiny, monkeypatch, capsys):
+    """Waiting chunks and the texts of the current chunk share buffer.max_mb. The oldest are dropped, with one warning
+    and a count in every row that survives a restart. The chunk being learned from stays."""
     boxes = []
     context = SimpleNamespace(Queue=lambda: boxes.append(Box()) or boxes[-1], Process=Silent)
     monkeypatch.setattr(remote.multiprocessing, "get_context", lambda kind: context)
@@ -115,8 +115,8 @@ def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, ca
     again.close()
 
 
-def test_learners_of_one_process_share_the_target_and_fail_alone(tmp_path, tiny, monkeypatch):
-    """Each would load a target of its own, and one that fails would take the others with it."""
+def test_learners_in_one_process_share_the_target_and_fail_separately(tmp_path, tiny, monkeypatch):
+    """Otherwise each would load its own target, and a failing one would end the others."""
     names, loaded, inbox, outbox = ["eagle3", "hydra"], [], queue.Queue(), queue.Queue()
     heads = [write_head(tmp_path / name, tiny, name) for name in names]
     recipes = [recipe("unread.jsonl", head, tiny, algo=["ogd"], asynchronous=True) for head in heads]
@@ -145,11 +145,12 @@ def stopped(pid):
 
 
 @pytest.mark.slow
-def test_the_worker_process(tmp_path, tiny, monkeypatch):
-    """The worker continues from the state of a learner in this process, and learns the same, although it is stopped
-    again and again. While others decode it stands still and leaves them all threads: halved for good, every learner and
-    every repeat of the stream would halve them again. A signal ends the wait for it, and the decoder notices its death
-    and leaves no process."""
+def test_a_worker_learns_like_a_local_learner_and_ends_with_the_decoder(tmp_path, tiny, monkeypatch):
+    """The worker continues from a local learner's state and is paused repeatedly.
+
+    While others decode, it pauses and leaves them all threads. A signal ends the wait, and the decoder notices its
+    death and leaves no process.
+    """
     head = write_head(tmp_path / "eagle3", tiny, "eagle3")
     fields = {"asynchronous": True, "learner": {"rest": 0}}
     made = recipe("unread.jsonl", head, tiny, algo=["ensemble"], **fields)
@@ -166,7 +167,7 @@ def test_the_worker_process(tmp_path, tiny, monkeypatch):
         assert threads == [4, 2]
     assert threads == [4, 2, 4]
     there.restore(*here.state())
-    for chunk in chunks[1:]:  # one of them has nothing of a text that judges
+    for chunk in chunks[1:]:  # one of the chunks has no held-out text
         hand_over(there, chunk)
         wait_for(there)
     assert len({x.untyped_storage().data_ptr() for x in there._learner_state[1].values()}) == 1, (
@@ -191,11 +192,11 @@ def test_the_worker_process(tmp_path, tiny, monkeypatch):
         wait_for(there)
     there.close()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-    os.rmdir(scratch)  # it left no socket there
+    os.rmdir(scratch)  # no socket is left
 
 
-def test_a_chunk_with_its_seconds_is_learnt_from_within_the_budget(tmp_path, tiny):
-    """A gateway's learner would take all the time that there is; `online --async` would learn nothing."""
+def test_a_budget_applies_to_the_decoding_time_of_each_chunk(tmp_path, tiny):
+    """Without the time, a gateway's learner would use all of it and `online --async` would learn nothing."""
     made = recipe("unread.jsonl", write_head(tmp_path / "eagle3", tiny, "eagle3"), tiny, algo=["ogd"])
     made.learner.budget = 0.05
     pupil = OnlineDrafter(made, "ogd", tiny, 0)

@@ -1,4 +1,4 @@
-"""Roll-outs for trl: GRPO trains the same policy with a drafter as without one, and the drafter follows the policy."""
+"""Rollouts for trl: GRPO trains the same policy with and without a drafter, and the drafter follows the policy."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def different_tokens(completion_ids, **_):
 
 
 def trainer_of(place, target, rollouts, peft_config=None, **options):
-    """A trainer of two steps, with two texts for each of four prompts, on a new copy of the target."""
+    """Return a trainer of two steps, with two texts for each of four prompts, on a new copy of the target."""
     args = GRPOConfig(
         str(place),
         **dict(max_steps=2, per_device_train_batch_size=8, num_generations=2, max_completion_length=12)
@@ -55,7 +55,7 @@ def trainer_of(place, target, rollouts, peft_config=None, **options):
 
 
 class Watched(DraftedRollouts):
-    """Roll-outs that note what each call returns, and log probabilities that the trainer computes at that moment."""
+    """Rollouts that record their results, and the log probabilities that the trainer computes at that moment."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -81,7 +81,7 @@ class Watched(DraftedRollouts):
 
 
 def recomputed(trainer, prompt, completion):
-    """Log probabilities of a completion's tokens, from one forward of the model in training."""
+    """Return the log probabilities of a completion from one forward pass of the model in training."""
     ids = torch.tensor([prompt + completion])
     logps, _, _ = trainer._get_per_token_logps_and_entropies(
         trainer.model, ids, torch.ones_like(ids), len(completion), batch_size=1
@@ -91,19 +91,19 @@ def recomputed(trainer, prompt, completion):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory, tiny):
-    """A drafter that is often right: a disturbed copy of the target."""
+    """A drafter that is often right: a slightly disturbed copy of the target."""
     return write_copy(tmp_path_factory.mktemp("drafter") / "lm", tiny, tiny.name, 0.02)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, tiny):
-    """The training without a drafter: (roll-outs, trained weights, trainer)."""
+    """The training without a drafter: (rollouts, trained weights, trainer)."""
     return run(tmp_path_factory.mktemp("plain"), tiny, Watched(None))
 
 
 @pytest.fixture(scope="module")
 def learning(tmp_path_factory, tiny, copy):
-    """The same training with a drafter that learns."""
+    """The training of `plain` with a learning drafter."""
     return run(tmp_path_factory.mktemp("learning"), tiny, Watched(copy, LEARNS))
 
 
@@ -120,9 +120,8 @@ def same_training(one, other):
     return all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
-def test_a_training_is_the_same_with_a_drafter_that_learns(learning, plain):
-    """Texts, and so rewards and weights, equal those without a drafter, bit for bit: the drafter changes the speed
-    alone. The policy changes in between, as does the drafter."""
+def test_training_with_a_learning_drafter_is_identical(learning, plain):
+    """Texts, rewards and weights equal those without a drafter bit for bit, while policy and drafter change."""
     assert same_training(learning, plain)
     rollouts = learning[0]
     assert [batch.lesson for batch in rollouts.batches] == ["updated", "updated"]
@@ -132,9 +131,8 @@ def test_a_training_is_the_same_with_a_drafter_that_learns(learning, plain):
     assert second == [batch.mat for batch in rollouts.batches]
 
 
-def test_a_head_follows_the_policy_whose_weights_it_shares(tmp_path, tiny, plain):
-    """The drafter reads the hidden states of the present policy: the target of the learner is new at each step, and its
-    weights are the policy's own memory, not a copy."""
+def test_a_head_reads_the_current_policy_without_a_copy(tmp_path, tiny, plain):
+    """The learner's target changes at every step and shares its memory with the policy."""
     followed = run(tmp_path, tiny, Watched(write_head(tmp_path / "eagle3", tiny, "eagle3"), LEARNS))
     assert same_training(followed, plain)
     rollouts, _, trainer = followed
@@ -146,9 +144,11 @@ def test_a_head_follows_the_policy_whose_weights_it_shares(tmp_path, tiny, plain
     assert torch.equal(second, stacked) and not torch.equal(stacked, after), "the last optimizer step is in it, too"
 
 
-def test_logprobs_are_those_of_the_trainer(learning, plain):
-    """In fp32 the importance ratio of a text that is on policy is 1: at first tokens, which a prefill draws, and at all
-    tokens of a verified draft. Without the temperature it is not."""
+def test_logprobs_equal_those_of_the_trainer(learning, plain):
+    """In fp32 the importance ratio of on-policy text is 1, for first tokens from the prefill and for verified drafts.
+
+    Negative control: without the temperature the log probabilities differ.
+    """
     for rollouts in (learning[0], plain[0]):
         for made, expected in zip(rollouts.returned, rollouts.recomputed, strict=True):
             for logprobs, completion, wanted in zip(made["logprobs"], made["completion_ids"], expected, strict=True):
@@ -163,9 +163,9 @@ def test_logprobs_are_those_of_the_trainer(learning, plain):
     assert not torch.allclose(at_one.gather(1, ids[:, None])[:, 0], logprobs, atol=0.01)
 
 
-def test_texts_are_plain_samples_of_the_present_policy(learning, tiny):
-    """Each batch equals what plain decoding with the same seeds writes on a new model with the weights of that step; on
-    the weights of the step before it differs."""
+def test_texts_are_samples_of_the_current_policy(learning, tiny):
+    """Each batch equals plain decoding with the same seeds and the weights of that step, and differs from the step
+    before."""
     rollouts = learning[0]
     texts = [[plain_texts(tiny, weights, asked) for weights in rollouts.weights] for asked in rollouts.asked]
     made = [batch["completion_ids"] for batch in rollouts.returned]
@@ -179,9 +179,8 @@ def plain_texts(target, weights, asked):
     return [text.output_ids for text in decode(Engine(Target("policy", model, target.tokenizer)), asked)]
 
 
-def test_a_policy_on_its_own_forward(tmp_path, tiny_directory):
-    """The lean step does not know Gemma 2. Learning ran the vocabulary head of the policy, which asks for gradients, on
-    states without gradients, and failed."""
+def test_a_policy_without_a_lean_step_works(tmp_path, tiny_directory):
+    """Gemma 2 runs in `transformers`. Learning used to fail because its vocabulary head requires gradients."""
     gemma = load_target(str(tiny_directory("gemma2")), device="cpu", dtype="fp32")
     rollouts, _, _ = run(tmp_path, gemma, Watched(write_head(tmp_path / "head", gemma, "eagle3"), LEARNS), max_steps=1)
     assert (gemma.path, rollouts.batches[0].lesson) == ("transformers", "updated")
@@ -189,8 +188,8 @@ def test_a_policy_on_its_own_forward(tmp_path, tiny_directory):
         assert torch.allclose(wanted, torch.tensor(logprobs), atol=1e-4)
 
 
-def test_an_adapter_is_merged_for_the_rollouts_alone(tmp_path, tiny, copy):
-    """The texts come from base and adapter; the trainer goes on with both apart."""
+def test_an_adapter_is_merged_only_for_rollouts(tmp_path, tiny, copy):
+    """Texts come from base plus adapter; the trainer keeps the two separate."""
     lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
     rollouts, weights, _ = run(tmp_path, tiny, Watched(copy, LEARNS), peft_config=lora)
     for made, expected in zip(rollouts.returned, rollouts.recomputed, strict=True):
@@ -205,7 +204,7 @@ def test_an_adapter_is_merged_for_the_rollouts_alone(tmp_path, tiny, copy):
 
 
 def test_policy_and_drafter_can_be_saved(tmp_path, learning, copy):
-    """The policy's weights share their memory, which safetensors refuses to save without a copy."""
+    """Policy weights share memory, which safetensors refuses to save without a copy."""
     rollouts, weights, trainer = learning
     trainer.save_model(tmp_path / "policy")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32).state_dict()
@@ -214,13 +213,13 @@ def test_policy_and_drafter_can_be_saved(tmp_path, learning, copy):
     assert not torch.equal(learnt.tensors["lm_head.weight"], checkpoint.load(copy).tensors["lm_head.weight"])
 
 
-def test_a_wrong_drafter_fails_at_once(tmp_path):
+def test_a_missing_drafter_is_refused_at_once(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json"):
         DraftedRollouts(tmp_path / "nothing")
 
 
 def test_evaluation_teaches_nothing(tmp_path, tiny, copy):
-    """Texts of an evaluation are drafted, but the drafter must not know them."""
+    """Evaluation texts are drafted, but must not be learned from."""
     rollouts = Watched(copy, LEARNS)
     trainer = trainer_of(tmp_path, tiny, rollouts, max_steps=1, per_device_eval_batch_size=8)
     trainer.train()
@@ -231,16 +230,16 @@ def test_evaluation_teaches_nothing(tmp_path, tiny, copy):
     assert torch.equal(rollouts.learner.played(), played) and not rollouts.learner.buffer.texts
 
 
-def test_a_fixed_drafter_takes_in_no_texts(tmp_path, tiny, copy):
-    """A fixed drafter is the baseline. It lost time, because hidden states were kept and training batches were made."""
+def test_a_fixed_drafter_stores_no_texts(tmp_path, tiny, copy):
+    """A fixed drafter is the baseline; storing states and building batches used to slow it down."""
     fixed = DrafterStreamRecipe(algo=["static"])
     rollouts, _, _ = run(tmp_path, tiny, Watched(copy, fixed), max_steps=1)
     assert rollouts.batches[0].mat > 1.5 and rollouts.batches[0].lesson is None
     assert rollouts.batches[0].learn_s == 0.0 and not rollouts.learner.buffer.texts
 
 
-def test_logprobs_of_filtered_rows():
-    """Excluded tokens have probability 0. `transformers` filters in this order: temperature, top-k, top-p."""
+def test_filtered_logits_exclude_tokens_in_the_order_of_transformers():
+    """Excluded tokens have probability 0; the order is temperature, top-k, top-p."""
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0]])
     three = torch.tensor([3.0, 1.0, 2.0, -torch.inf]) / 0.5
     assert torch.allclose(filtered(logits, Sampling(0.5, 3, 1.0)).softmax(-1)[0], three.softmax(-1))
@@ -249,7 +248,7 @@ def test_logprobs_of_filtered_rows():
 
 
 @pytest.mark.parametrize("option", [{"min_p": 0.1}, {"repetition_penalty": 1.1}])
-def test_other_sampling_is_refused(tmp_path, tiny, option):
-    """Roll-outs do not support these options, so the texts would have another distribution than the trainer's."""
+def test_unsupported_sampling_options_are_refused(tmp_path, tiny, option):
+    """Otherwise the texts would come from another distribution than the trainer assumes."""
     with pytest.raises(UsageError, match=next(iter(option))):
         trainer_of(tmp_path, tiny, DraftedRollouts(None), **option).train()

@@ -1,4 +1,4 @@
-"""The stream of prompts: in order, in chunks, lazily, and from any chunk again."""
+"""The prompt stream: in order, in chunks, lazily, and resumable at any chunk."""
 
 import io
 import json
@@ -40,7 +40,7 @@ def write(path, *lines):
 
 @pytest.fixture
 def file(tmp_path):
-    """Ten prompts."""
+    """A file with ten prompts."""
     return write(tmp_path / "p.jsonl", *(line(f"What is {n} + 1?") for n in range(10)))
 
 
@@ -63,7 +63,7 @@ def domains(chunks):
     return [one.prompt.domain for chunk in chunks for one in chunk]
 
 
-def test_chunks_of_a_file_in_its_order(make, file, target):
+def test_chunks_of_a_file_keep_its_order(make, file, target):
     stream = make(DataRecipe(prompts=file))
     found = list(stream.chunks())
     assert texts(found) == [[f"What is {n} + 1?" for n in part] for part in (range(4), range(4, 8), range(8, 10))]
@@ -71,13 +71,13 @@ def test_chunks_of_a_file_in_its_order(make, file, target):
     assert (stream.total, stream.position()["prompts"], stream.position()["chunks"]) == (10, 10, 3)
 
 
-def test_repeated_prompts_of_users_stay(make, tmp_path):
+def test_repeated_prompts_are_kept(make, tmp_path):
     file = write(tmp_path / "p.jsonl", line("a"), line("a"), line("b"))
     assert texts(make(DataRecipe(prompts=file)).chunks()) == [["a", "a", "b"]]
 
 
 class Endless(io.BytesIO):
-    """stdin that says what is there and may not be asked for more."""
+    """A stdin that fails if asked for more than is there."""
 
     def readline(self, size=-1):
         found = super().readline(size)
@@ -85,8 +85,8 @@ class Endless(io.BytesIO):
         return found
 
 
-def test_a_chunk_is_closed_when_it_is_full(make, monkeypatch):
-    """`tail -f` never ends: neither the end nor the next line may be waited for."""
+def test_a_full_chunk_is_returned_at_once(make, monkeypatch):
+    """`tail -f` never ends, so neither the end nor the next line may be waited for."""
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Endless(line("a") + b"{\n" + line("b") + line("c"))))
     stream = make(DataRecipe(prompts="-"), size=2)
     assert texts([next(stream.chunks())]) == [["a", "b"]]
@@ -101,7 +101,7 @@ def test_the_limit_ends_stdin(make, monkeypatch):
 
 @pytest.fixture
 def pipe(monkeypatch):
-    """A real stdin whose writer is still there."""
+    """A real stdin with an open writer."""
     reader, writer = os.pipe()
     monkeypatch.setattr(line_streams, "POLL_S", 0.01)
     with os.fdopen(reader) as stdin, os.fdopen(writer, "wb", 0) as end:
@@ -110,7 +110,7 @@ def pipe(monkeypatch):
 
 
 def test_sigterm_ends_a_silent_stdin(make, pipe, monkeypatch, capsys):
-    """Python goes on with a read that a signal has broken off: the run would stop with the next line, if it came."""
+    """Python resumes a read interrupted by a signal, so the run would not stop before the next line."""
     real = select.select
 
     def silent(*args):
@@ -128,13 +128,13 @@ def test_sigterm_ends_a_silent_stdin(make, pipe, monkeypatch, capsys):
     assert "after the first 2 prompts are not answered" in capsys.readouterr().err
 
 
-def test_a_pipe_that_ends(make, pipe):
+def test_a_closed_pipe_ends_the_stream(make, pipe):
     pipe.write(line("a") + line("b") + line("c"))
     pipe.close()
     assert texts(make(DataRecipe(prompts="-"), size=2).chunks()) == [["a", "b"], ["c"]]
 
 
-def test_a_schedule_of_generators(make):
+def test_a_schedule_of_generators_continues_each_domain(make):
     found = list(make(schedule=["sql:5", "math:3", "sql:2"]).chunks())
     assert domains(found) == ["sql"] * 5 + ["math"] * 3 + ["sql"] * 2
     ids = [one.prompt.id for chunk in found for one in chunk]
@@ -163,8 +163,8 @@ def test_whole_files_are_mixed_without_a_schedule(make, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["abrupt", "mix", "drift"])
-def test_the_rest_after_a_resumption(make, kind):
-    """Exactly what is left: with the schedule's own order, behind every chunk."""
+def test_a_resumed_stream_gives_the_remaining_chunks(make, kind):
+    """After every chunk, for every kind of schedule."""
     schedule = {"schedule": ["sql:6", "math:5"], "kind": kind}
     whole = texts(make(**schedule).chunks())
     for done in range(len(whole) + 1):
@@ -177,8 +177,8 @@ def test_the_rest_after_a_resumption(make, kind):
         assert texts(rest.chunks()) == whole[done:]
 
 
-def test_resuming_a_file_rejects_no_line_twice(make, tmp_path):
-    """Lines are read twice, and again: `rejected.jsonl` and the counts are those of one reading."""
+def test_resuming_a_file_counts_rejected_lines_once(make, tmp_path):
+    """Lines are read again, but `rejected.jsonl` and the counts equal one pass."""
     file = write(
         tmp_path / "p.jsonl", line("a"), b"{\n", line("b"), line("word " * 3000), line("c"), b"[]\n", line("d")
     )
@@ -193,7 +193,7 @@ def test_resuming_a_file_rejects_no_line_twice(make, tmp_path):
     assert (again.rejections.count, again.rejections.seen) == (3, 7)
 
 
-def test_another_stream_is_not_resumed(make, tmp_path, file):
+def test_a_changed_stream_is_not_resumed(make, tmp_path, file):
     first = make(DataRecipe(prompts=file))
     next(first.chunks())
     for changed in (
@@ -217,8 +217,8 @@ def test_stdin_cannot_be_rewound(make, monkeypatch):
     assert stream.position()["prompts"] == 9 and stream.position()["chunks"] == 5
 
 
-def test_sigterm_between_prompts(make, file):
-    """The chunk that was being filled is not counted: a resumed run begins with it."""
+def test_sigterm_between_prompts_drops_the_unfinished_chunk(make, file):
+    """A resumed run starts with that chunk."""
     stream = make(DataRecipe(prompts=file))
     chunks = stream.chunks()
     next(chunks)
@@ -231,7 +231,7 @@ def test_sigterm_between_prompts(make, file):
     assert texts(again.chunks())[0][0] == "What is 4 + 1?"
 
 
-def test_empty_streams(make, tmp_path, monkeypatch):
+def test_empty_streams_are_refused(make, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"no prompts in .*p\.jsonl"):
         make(DataRecipe(prompts=write(tmp_path / "p.jsonl", b"\n  \n")))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"\n")))
@@ -239,38 +239,38 @@ def test_empty_streams(make, tmp_path, monkeypatch):
         list(make(DataRecipe(prompts="-")).chunks())
 
 
-def test_a_schedule_asks_for_more_than_there_is(make, file):
-    """Said before the first prompt is answered, with the number that there is; rejected lines are none."""
+def test_a_schedule_for_more_prompts_than_exist_is_refused(make, file):
+    """Before the first prompt is answered, with the number of valid prompts."""
     with pytest.raises(DataError, match=r"p\.jsonl has 10 prompts, but the schedule asks for 11 of legal"):
         make(DataRecipe(prompts=file), schedule=["legal:6", "legal:5"])
     assert len(domains(make(DataRecipe(prompts=file), schedule=["legal:10"]).chunks())) == 10
 
 
-def test_fewer_than_scheduled_for_want_of_room(make, tmp_path, capsys):
+def test_prompts_too_long_for_the_target_are_skipped_with_a_warning(make, tmp_path, capsys):
     file = write(tmp_path / "p.jsonl", line("a"), line("word " * 3000), line("b"))
     assert texts(make(DataRecipe(prompts=file), schedule=["legal:3"]).chunks()) == [["a", "b"]]
     assert "asks for 3 prompts, but only 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", [{"schedule": ["sql:2", "maths:2"]}, {"data": DataRecipe(domain=["sql", "maths"])}])
-def test_an_unknown_domain_is_said_at_once(make, recipe):
+def test_an_unknown_domain_is_refused_at_once(make, recipe):
     with pytest.raises(UsageError, match="maths") as caught:
         make(**recipe)
     assert "math" in caught.value.message
 
 
-def test_a_schedule_and_a_limit(make):
+def test_a_schedule_with_a_limit_is_refused(make):
     with pytest.raises(UsageError, match=r"leave out data\.limit"):
         make(DataRecipe(limit=4), schedule=["sql:2"])
 
 
-def test_one_file_is_one_domain(make, file):
+def test_one_file_for_two_domains_is_refused(make, file):
     with pytest.raises(UsageError, match="one domain"):
         make(DataRecipe(prompts=file), schedule=["sql:2", "math:2"])
 
 
 def test_too_many_rejected_lines_end_the_stream_early(make, monkeypatch):
-    """A stream of nonsense would otherwise wait for ever for its first chunk."""
+    """Otherwise an invalid stream would wait for its first chunk forever."""
     garbage = Endless(line("a") + b"{\n" * 150)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=garbage))
     with pytest.raises(DataError, match="99 of 100 prompts rejected"):
@@ -278,14 +278,14 @@ def test_too_many_rejected_lines_end_the_stream_early(make, monkeypatch):
 
 
 def test_a_file_with_too_many_bad_lines_is_refused(make, tmp_path):
-    """Before its first prompts are answered, though they are good."""
+    """Before its first valid prompts are answered."""
     file = write(tmp_path / "p.jsonl", *(line(f"{n}") for n in range(50)), b"{\n")
     with pytest.raises(DataError, match="1 of 51 prompts rejected"):
         make(DataRecipe(prompts=file), allowed=0.01)
 
 
-def test_a_stream_that_breaks_off_keeps_what_it_has_answered(make, monkeypatch, capsys):
-    """The last of six lines was half a line, and nothing was left of the answers and the lessons of the others."""
+def test_a_truncated_stream_keeps_its_earlier_answers(make, monkeypatch, capsys):
+    """The last of six lines was incomplete, and the answers and lessons of the others used to be lost."""
     lines = b"".join(line(f"{n}") for n in range(5)) + b'{"prompt": "ha'
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
     stream = make(DataRecipe(prompts="-"), allowed=0.01)
@@ -294,8 +294,8 @@ def test_a_stream_that_breaks_off_keeps_what_it_has_answered(make, monkeypatch, 
 
 
 @pytest.mark.parametrize("source", ["-", "file"])
-def test_a_bad_line_among_few(make, monkeypatch, tmp_path, source):
-    """One bad line at the beginning of a stream says nothing about the stream."""
+def test_a_single_bad_line_in_a_long_stream_is_tolerated(make, monkeypatch, tmp_path, source):
+    """This holds for the first line too."""
     lines = b"{\n" + b"".join(line(f"{n}") for n in range(120))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
     prompts = source if source == "-" else write(tmp_path / "p.jsonl", lines)
@@ -305,12 +305,12 @@ def test_a_bad_line_among_few(make, monkeypatch, tmp_path, source):
 
 
 @pytest.mark.parametrize("part", ["sql", "sql:", ":4", "sql:0", "sql:-1", "sql:many"])
-def test_schedules_that_are_none(part):
+def test_invalid_schedules_are_refused(part):
     with pytest.raises(ValidationError, match="is not NAME:PROMPTS"):
         StreamRecipe(schedule=["math:3", part])
 
 
-def test_the_chunk_follows_the_family():
+def test_the_default_chunk_size_depends_on_the_family():
     recipe = StreamRecipe(schedule="sql:400, math:20")
     assert recipe.segments == [("sql", 400), ("math", 20)]
     assert (recipe.chunk_of("hydra"), recipe.chunk_of("eagle3"), recipe.chunk_of("lm")) == (80, 40, 40)

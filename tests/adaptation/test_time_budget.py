@@ -1,4 +1,4 @@
-"""Learning takes its share of the time of decoding, and no more."""
+"""Learning takes its share of the decoding time, and no more."""
 
 import pytest
 import torch
@@ -8,11 +8,11 @@ from specctl.adaptation.updates.watchdog import Acceptance, Watchdog
 from specctl.recipe import LearnerRecipe
 
 
-def test_the_share_by_hand():
-    """A lesson of 4 s is paid for by 80 s of decoding at 5 %, the first one by twice as much."""
+def test_the_budget_by_hand():
+    """At 5 %, a lesson of 4 s needs 80 s of decoding; the first lesson needs twice as much."""
     account = TimeBudget(0.05)
     account.earn(1000.0)
-    assert not account.can_pay  # what a lesson takes is not known yet
+    assert not account.can_pay  # the price of a lesson is not known yet
     account = TimeBudget(0.05)
     account.price = 4.0
     afforded = []
@@ -30,9 +30,9 @@ def test_the_share_by_hand():
 
 @pytest.mark.parametrize("share", [0.02, 0.3])
 @pytest.mark.parametrize("vain", [False, True], ids=["useful", "in vain"])
-def test_it_holds_at_any_time(share, vain):
-    """Whatever chunks take, and lessons, which are no dearer than foreseen: never more than the share; of lessons that
-    are in vain a small part of it."""
+def test_learning_never_exceeds_its_share(share, vain):
+    """For any chunk times, and lessons that cost no more than expected. Lessons in vain use a small part of the
+    share."""
     random = torch.Generator().manual_seed(1)
     account, decoded, learnt = TimeBudget(share), 0.0, 0.0
     account.price = 10.0
@@ -48,7 +48,7 @@ def test_it_holds_at_any_time(share, vain):
     assert learnt < share * decoded / 10 if vain else learnt > share * decoded - 40
 
 
-def test_what_has_to_be_saved_doubles_up_to_a_limit():
+def test_savings_required_after_lessons_in_vain_double_up_to_a_limit():
     account = TimeBudget(0.5)
     needed = []
     for _ in range(8):
@@ -59,14 +59,14 @@ def test_what_has_to_be_saved_doubles_up_to_a_limit():
     assert account.doublings == 0
 
 
-def test_without_a_share_there_is_no_limit():
+def test_without_a_share_learning_is_unlimited():
     account = TimeBudget(None)
     account.spend(1e9)
     assert account.can_pay and account.may_borrow
 
 
-def test_short_of_time_nothing_is_learnt(quadratic, chunk):
-    """Not even where acceptance falls, which without an update before is nobody's fault."""
+def test_nothing_is_learned_without_time(quadratic, chunk):
+    """Not even if acceptance falls, because without a previous update no update can be the cause."""
     objective, learner = quadratic([8.0], algo="ogd")
     dog = Watchdog(LearnerRecipe(algo="ogd", rest=0))
     played = learner.play()
@@ -80,8 +80,8 @@ def test_short_of_time_nothing_is_learnt(quadratic, chunk):
     assert status(20, False) == "updated"
 
 
-def test_short_of_time_an_update_that_did_harm_is_still_taken_back(quadratic, chunk):
-    """Away from what the stream wants, then a fall: the weights are those of before, and nothing is learnt."""
+def test_a_harmful_update_is_rolled_back_without_time_to_learn(quadratic, chunk):
+    """The weights of before the update return, and nothing is learned."""
     objective, learner = quadratic([0.0], algo="ogd", lr=0.4)
     dog = Watchdog(LearnerRecipe(algo="ogd", rest=0))
     good, bad = (Acceptance.of([(accepted, 100)] * 3) for accepted in (80, 20))
@@ -103,8 +103,8 @@ def test_updates_that_help_double_the_share_and_one_in_vain_resets_it():
     assert shares == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.1])
 
 
-def test_after_an_update_that_helped_the_next_is_paid_for_afterwards():
-    """Saving first let a head lag for four chunks after each lesson that had gained 5 %."""
+def test_the_lesson_after_a_helpful_update_may_be_paid_later():
+    """Saving first made a head lag by four chunks after each lesson, although the lessons gained 5 %."""
     account = TimeBudget(0.05)
     account.price = 4.0
     assert not account.can_pay
@@ -118,8 +118,8 @@ def test_after_an_update_that_helped_the_next_is_paid_for_afterwards():
 
 
 @pytest.mark.parametrize("helped", [True, False])
-def test_learners_that_take_turns_spend_no_more_than_one(helped):
-    """Every drafter of a pool would borrow a lesson of its own, or one that helps would leave the others no time."""
+def test_learners_in_a_group_spend_no_more_than_one(helped):
+    """Otherwise each drafter of a pool would borrow a lesson, or one that helps would use all the time."""
     accounts, prices, shares = [TimeBudget(0.05) for _ in range(3)], (4.0, 1.0, 2.0), (0.6, 0.3, 0.1)
     spent, decoded = [0.0] * 3, 0.0
     for account, price in zip(accounts, prices, strict=True):

@@ -1,4 +1,4 @@
-"""Texts out of a log that grows: whole lines, in order, over rotations, each once; ids as the engine gave them."""
+"""Reading texts from a growing log: whole lines, in order, each once, across rotations, with the engine's token ids."""
 
 import json
 import threading
@@ -45,13 +45,13 @@ def flat(chunks):
     return [number for chunk in chunks for number in chunk]
 
 
-def test_ids_and_counters_are_the_engines(text):
+def test_vllm_ids_and_counters_are_used(text):
     served = parse_served_text(row(9), text, {})
     assert (served.prompt_ids, served.output_ids, served.began) == ([5, 9], [7, 8, 9], 12.5)
     assert (served.drafting.rounds, served.drafting.accepted, served.drafting.accepted_at) == (3, 2, [2])
 
 
-def test_sglang_gives_ids_of_its_own(text):
+def test_sglang_ids_are_used(text):
     about = {"finish_reason": {"type": "length"}, "prompt_tokens": 2, "completion_tokens": 2}
     served = parse_served_text(
         {"request": {"input_ids": [5, 6]}, "response": {"output_ids": [7, 8], "meta_info": about}}, text, {}
@@ -59,7 +59,7 @@ def test_sglang_gives_ids_of_its_own(text):
     assert (served.prompt_ids, served.output_ids, served.drafting) == ([5, 6], [7, 8], None)
 
 
-def test_without_ids_the_template_makes_them(text):
+def test_without_ids_the_template_renders_them(text):
     given = row(9)
     given["response"] = {"choices": [{"message": {"content": "SELECT 1"}, "finish_reason": "stop"}]}
     served = parse_served_text(given, text, {})
@@ -81,7 +81,7 @@ def test_without_ids_the_template_makes_them(text):
         ({"token_ids": None, "message": {"content": "", "tool_calls": [{}]}}, "no function name"),
     ],
 )
-def test_what_nothing_can_be_learnt_from_is_told(text, change, reason):
+def test_unusable_texts_are_refused_with_a_reason(text, change, reason):
     given = row(9)
     given["response"]["choices"][0] |= change
     with pytest.raises(ValueError, match=reason):
@@ -89,8 +89,8 @@ def test_what_nothing_can_be_learnt_from_is_told(text, change, reason):
 
 
 @pytest.mark.parametrize("key", ["stop_reason", "matched_stop"])
-def test_streams_keep_their_thinking_and_what_stopped_them(text, key):
-    """Both were lost where the proxy joins the pieces of a stream: an empty thought and an end were learnt instead."""
+def test_streamed_answers_keep_reasoning_and_stop_reason(text, key):
+    """The proxy used to drop both when it joined a stream, and an empty thought and a false end were learned."""
     deltas = [{"reasoning_content": "hm"}, {"reasoning_content": ", so"}, {"content": "SELECT"}, {"content": " 1"}]
     pieces = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
     pieces[-1]["choices"][0] |= {"finish_reason": "stop", key: "###"}
@@ -104,7 +104,7 @@ def test_streams_keep_their_thinking_and_what_stopped_them(text, key):
 
 @pytest.mark.parametrize("ids", [[7, 8, 9], None])
 @pytest.mark.parametrize("reason", ["stop", "length", None])
-def test_an_interrupted_text_has_no_end(text, ids, reason):
+def test_an_interrupted_text_gets_no_end_token(text, ids, reason):
     given = row(9, began=["no time"])
     message = {"content": "SELECT 1"}
     given["response"]["choices"][0] |= {"token_ids": ids, "finish_reason": reason, "message": message}
@@ -113,13 +113,13 @@ def test_an_interrupted_text_has_no_end(text, ids, reason):
     assert served.output_ids == ids if ids else (served.output_ids[-1] in text.eos_ids) == (reason == "stop")
 
 
-def test_a_mark_at_the_beginning_of_a_log_is_no_part_of_its_first_line(text, tmp_path):
+def test_a_byte_order_mark_is_skipped(text, tmp_path):
     (tmp_path / "log").write_bytes(b"\xef\xbb\xbf" + json.dumps(row(1)).encode() + b"\n")
     reading = traffic(tmp_path / "log", text, follow=False)
     assert numbers(reading.chunks()) == [[1]] and reading.rejections.count == 0
 
 
-def test_chunks_of_a_log_that_is_whole(text, tmp_path):
+def test_a_complete_log_is_read_in_chunks(text, tmp_path):
     write(tmp_path / "log", range(1, 21))
     with open(tmp_path / "log", "a") as file:
         file.write("\nno json\n")
@@ -130,12 +130,12 @@ def test_chunks_of_a_log_that_is_whole(text, tmp_path):
     assert reading.rejections.count == 1 and reading.passed_over == 0
 
 
-def test_a_limit_ends_it(text, tmp_path):
+def test_a_limit_ends_the_stream(text, tmp_path):
     write(tmp_path / "log", range(1, 11))
     assert numbers(traffic(tmp_path / "log", text, limit=7).chunks()) == [[1, 2, 3], [4, 5, 6], [7]]
 
 
-def test_it_goes_on_behind_a_chunk_and_nothing_comes_twice(text, tmp_path):
+def test_resuming_continues_after_a_chunk_without_repeats(text, tmp_path):
     write(tmp_path / "log", range(1, 12))
     first = traffic(tmp_path / "log", text, follow=False)
     chunks = first.chunks()
@@ -146,7 +146,7 @@ def test_it_goes_on_behind_a_chunk_and_nothing_comes_twice(text, tmp_path):
     assert second.position()["prompts"] == 11
 
 
-def test_half_a_line_waits_for_its_end(tmp_path):
+def test_an_incomplete_line_waits_for_its_end(tmp_path):
     path, tail = tmp_path / "log", Tail(tmp_path / "log")
     assert list(tail.lines()) == []
     path.write_bytes(b"one\ntw")
@@ -157,7 +157,7 @@ def test_half_a_line_waits_for_its_end(tmp_path):
     assert list(tail.lines()) == [b"two\n"]
 
 
-def test_a_rotation_loses_nothing(tmp_path):
+def test_a_rotation_loses_no_lines(tmp_path):
     path, tail = tmp_path / "log", Tail(tmp_path / "log")
     path.write_bytes(b"one\n")
     assert list(tail.lines()) == [b"one\n"]
@@ -166,11 +166,11 @@ def test_a_rotation_loses_nothing(tmp_path):
     path.rename(tmp_path / "log.1")
     path.write_bytes(b"three\n")
     assert list(tail.lines()) == [b"two\n", b"three\n"]
-    path.write_bytes(b"4\n")  # cut off and begun anew in place
+    path.write_bytes(b"4\n")  # truncated and rewritten in place
     assert list(tail.lines()) == [b"4\n"]
 
 
-def test_a_place_is_found_in_a_log_that_was_put_aside(tmp_path):
+def test_a_position_is_found_in_a_rotated_log(tmp_path):
     path, tail = tmp_path / "log", Tail(tmp_path / "log")
     path.write_bytes(b"one\ntwo\n")
     next(tail.lines())
@@ -185,7 +185,7 @@ def test_a_place_is_found_in_a_log_that_was_put_aside(tmp_path):
     assert list(lost.lines()) == [b"three\n"]
 
 
-def test_texts_come_while_they_are_waited_for(text, tmp_path):
+def test_new_texts_are_read_as_they_arrive(text, tmp_path):
     def writer():
         for number in range(1, 7):
             time.sleep(0.05)
@@ -197,14 +197,14 @@ def test_texts_come_while_they_are_waited_for(text, tmp_path):
     thread.join()
 
 
-def test_the_oldest_are_passed_over_where_learning_is_slower(text, tmp_path):
+def test_the_oldest_texts_are_skipped_if_learning_is_slower(text, tmp_path):
     write(tmp_path / "log", range(1, 101))
     reading = traffic(tmp_path / "log", text, limit=100)
     found = flat(numbers(reading.chunks()))
     assert found == [*range(101 - MAX_BACKLOG_CHUNKS * 3, 101)] and reading.passed_over == 100 - MAX_BACKLOG_CHUNKS * 3
 
 
-def test_a_signal_ends_the_waiting(text, tmp_path, monkeypatch):
+def test_a_signal_ends_the_wait(text, tmp_path, monkeypatch):
     def stop():
         raise Interrupted("SIGTERM")
 
@@ -223,7 +223,7 @@ def test_a_log_without_texts_is_refused(text, tmp_path):
 
 
 def test_a_busy_server_does_not_displace_the_texts_of_another(text, tmp_path):
-    """While a drafter learnt, the texts of all servers shared one queue, and the loss was counted nowhere."""
+    """The texts of all servers used to share one queue during learning, and losses were not counted."""
     path = tmp_path / "log"
     with open(path, "w") as file:
         for number in range(103):

@@ -1,4 +1,4 @@
-"""Which updates are taken back."""
+"""The watchdog decides which updates are rolled back."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from specctl.recipe import LearnerRecipe
 
 
 def alike(accepted, texts=20, verified=50):
-    """A chunk of texts with as many accepted in each."""
+    """Return a chunk with the same number of accepted tokens in each text."""
     return Acceptance.of([(accepted, verified)] * texts)
 
 
@@ -17,7 +17,7 @@ GOOD, WORSE, BAD = alike(30), alike(26), alike(5)
 NOTHING = Acceptance.of([(0, 0)])
 
 
-def test_what_counts_as_a_fall():
+def test_what_counts_as_a_fall_in_acceptance():
     assert fell(GOOD, BAD, 0.1) and fell(GOOD, WORSE, 0.1)
     assert not fell(BAD, GOOD, 0.1)
     assert not fell(GOOD, WORSE, 0.2), "13 % is tolerated"
@@ -26,11 +26,11 @@ def test_what_counts_as_a_fall():
     assert not fell(GOOD, NOTHING, 0.1) and not fell(NOTHING, BAD, 0.1)
 
 
-def test_the_error_of_a_rate_by_hand():
-    """Texts of 10 of 10 and 2 of 30: r = 0.3, residuals 7 and −7, so 2 · (49 + 49) / 40²."""
+def test_the_variance_of_a_rate_by_hand():
+    """Texts with 10 of 10 and 2 of 30: r = 0.3, residuals 7 and −7, so 2 · (49 + 49) / 40²."""
     one = Acceptance.of([(10, 10), (2, 30), (0, 0)])
     assert one.rate == 0.3 and one.variance == pytest.approx(2 * 98 / 1600)
-    # P(T > 3.319) of 38 degrees of freedom is P(Z > 3.09) = 0.001, and so is P(T > 7.173) of 4.
+    # P(T > 3.319) with 38 degrees of freedom is P(Z > 3.09) = 0.001, and so is P(T > 7.173) with 4
     assert normal_equivalent(3.319, 38) == pytest.approx(3.09, abs=0.01) and normal_equivalent(
         7.173, 4
     ) == pytest.approx(3.09, abs=0.05)
@@ -38,10 +38,12 @@ def test_the_error_of_a_rate_by_hand():
 
 @pytest.mark.parametrize("texts", [5, 20])
 @pytest.mark.parametrize("means", [(0.55, 0.55), (0.35, 0.75)], ids=["one domain", "two domains mixed"])
-def test_chance_is_hardly_ever_suspected(means, texts):
-    """Chunks of one kind, decoded with the same weights: 8 to 80 positions a text, each text with a rate of its own,
-    which makes the variance 3 to 10 times that of independent tokens, as in real streams. Of 4,000 updates 7 to 20 are
-    suspected; a rate of one in 250 would give more than 28 with a probability of 0.2 %. (Two proportions: some 400.)
+def test_chance_is_rarely_suspected(means, texts):
+    """Chunks of one kind, decoded with the same weights, with 8 to 80 positions and a different rate per text.
+
+    The variance is 3 to 10 times higher than with independent tokens, as in real streams. The watchdog suspects 7 to 20
+    of 4,000 updates; at a rate of one in 250, more than 28 has a probability of 0.2 %. A test of two proportions would
+    suspect 400.
     """
     random = np.random.default_rng(0)
     verified = random.integers(8, 80, (8000, texts))
@@ -52,8 +54,8 @@ def test_chance_is_hardly_ever_suspected(means, texts):
     assert 1 <= suspected <= 28
 
 
-def test_a_fall_is_seen_among_texts_that_differ():
-    """From 0.6 to 0.3 in 20 texts each, whose rates scatter by 0.15."""
+def test_a_fall_is_detected_among_varied_texts():
+    """From 0.6 to 0.3, with 20 texts each and rates that scatter by 0.15."""
     random = np.random.default_rng(0)
 
     def chunk(mean):
@@ -63,7 +65,7 @@ def test_a_fall_is_seen_among_texts_that_differ():
 
 
 def steps(quadratic, chunk, rounds, **options):
-    """Rulings and weights of OGD from 8 under a watchdog; rounds: (centre, acceptance)."""
+    """Return rulings and weights of OGD from 8 under a watchdog, for rounds of (center, acceptance)."""
     objective, learner = quadratic([8.0], algo="ogd", **options)
     dog = Watchdog(LearnerRecipe(**options))
     found = []
@@ -73,45 +75,48 @@ def steps(quadratic, chunk, rounds, **options):
     return found
 
 
-def test_an_update_that_did_harm_is_taken_back(quadratic, chunk):
-    """η = 5: 8 → −32 on c = 0. Acceptance falls, and 8 has the lower loss: back to 8, then on with η = 1.25."""
+def test_a_harmful_update_is_rolled_back(quadratic, chunk):
+    """η = 5 leads from 8 to −32 for c = 0. Acceptance falls and 8 has the lower loss, so it returns to 8 with η =
+    1.25."""
     found = steps(quadratic, chunk, [(0.0, GOOD), (0.0, BAD), (0.0, GOOD)], lr=5.0, backoff=0.25)
     assert found == [("keep", "updated", -32.0), ("rollback", "updated", -2.0), ("keep", "updated", 0.5)]
 
 
-def test_the_good_reference_outlives_a_rollback(quadratic, chunk):
-    """Compared with the bad chunk a second bad update would pass: acceptance did not fall any further."""
+def test_the_reference_acceptance_survives_a_rollback(quadratic, chunk):
+    """Compared with the bad chunk, a second bad update would pass."""
     found = steps(quadratic, chunk, [(0.0, GOOD), (0.0, BAD), (0.0, BAD), (0.0, BAD)], lr=20.0)
     assert [ruling for ruling, _, _ in found] == ["keep", "rollback", "rollback", "rollback"]
 
 
-def test_a_stream_that_turns_is_no_fault_of_the_update(quadratic, chunk):
-    """From c = 0 to c = −100: acceptance falls, but 4 is nearer to −100 than 8 was."""
+def test_a_domain_change_is_not_blamed_on_the_update(quadratic, chunk):
+    """From c = 0 to c = −100 acceptance falls, but 4 is closer to −100 than 8."""
     found = steps(quadratic, chunk, [(0.0, GOOD), (-100.0, BAD)])
     assert found == [("keep", "updated", 4.0), ("drift", "updated", -48.0)]
 
 
-def test_a_turn_is_no_fault_of_an_update_that_went_the_other_way(quadratic, chunk):
-    """From c = 0 to c = 100, η = 1/8: 7 is farther from 100 than 8 was, but of a loss that rose from 32 to 4,324 that
-    is 92. Taken back, every change of the domain would cost an update and half of the rate."""
+def test_a_domain_change_in_the_other_direction_is_not_blamed_on_the_update(quadratic, chunk):
+    """From c = 0 to c = 100 at η = 1/8, the update accounts for 92 of a loss that rose from 32 to 4,324.
+
+    A rollback would cost an update and half of the rate at every domain change.
+    """
     found = steps(quadratic, chunk, [(0.0, GOOD), (100.0, BAD)], lr=0.125)
     assert [ruling for ruling, _, _ in found] == ["keep", "drift"]
     half = steps(quadratic, chunk, [(0.0, GOOD), (0.0, BAD)], lr=3.0)
     assert [ruling for ruling, _, _ in half] == ["keep", "rollback"], "in the same domain it is to blame for all of it"
 
 
-def test_it_can_be_switched_off(quadratic, chunk):
+def test_rollback_can_be_disabled(quadratic, chunk):
     assert steps(quadratic, chunk, [(0.0, GOOD), (0.0, BAD)], lr=5.0, rollback=False)[1][0] == "keep"
 
 
-def test_weights_whose_loss_overflows_are_taken_back(quadratic, chunk):
-    """1e25² is beyond fp32: the loss of such weights is infinite."""
+def test_weights_with_an_infinite_loss_are_rolled_back(quadratic, chunk):
+    """1e25² overflows fp32."""
     found = steps(quadratic, chunk, [(0.0, GOOD), (0.0, BAD)], lr=1e25)
     assert [ruling for ruling, _, _ in found] == ["keep", "rollback"]
 
 
-def test_weights_whose_loss_is_no_number_are_taken_back(quadratic, chunk):
-    """NaN is not larger than anything: it must not pass as `not worse`."""
+def test_weights_with_a_nan_loss_are_rolled_back(quadratic, chunk):
+    """NaN compares as not larger, and must not pass as "not worse"."""
     objective, learner = quadratic([8.0], algo="ogd")
     dog = Watchdog(LearnerRecipe())
     dog.learn(learner, objective, chunk([0.0]), GOOD)
@@ -119,8 +124,8 @@ def test_weights_whose_loss_is_no_number_are_taken_back(quadratic, chunk):
     assert dog.judge(BAD, lambda kept: (1.0, 1.0)) == "drift"
 
 
-def test_ruins_are_taken_back_whatever_acceptance_says(quadratic, chunk, played):
-    """A drafter that was never right cannot fall, and no rate is low enough for weights whose loss is infinite."""
+def test_ruined_weights_are_rolled_back_at_any_acceptance(quadratic, chunk, played):
+    """A drafter that was never right cannot fall any further."""
     objective, learner = quadratic([8.0], algo="ogd", lr=1e25)
     dog = Watchdog(LearnerRecipe(backoff=1e-26))
     assert dog.learn(learner, objective, chunk([0.0]), BAD)[0] == "keep"
@@ -130,8 +135,8 @@ def test_ruins_are_taken_back_whatever_acceptance_says(quadratic, chunk, played)
     assert dog.learn(learner, objective, chunk([0.0]), BAD)[0] == "keep"
 
 
-def test_a_chunk_that_is_no_number_is_not_the_weights_fault(quadratic, chunk, played):
-    """What was learnt before stays; the rate shrinks once."""
+def test_a_chunk_with_nan_keeps_the_weights(quadratic, chunk, played):
+    """The rate shrinks at each such chunk, and learning continues afterwards."""
     objective, learner = quadratic([8.0], algo="ogd", lr=0.5)
     dog = Watchdog(LearnerRecipe())
     dog.learn(learner, objective, chunk([0.0]), GOOD)
@@ -145,8 +150,7 @@ def test_a_chunk_that_is_no_number_is_not_the_weights_fault(quadratic, chunk, pl
 
 
 @pytest.mark.parametrize("lr", [5.0, 1e8, 1e30])
-def test_a_rate_that_is_far_too_large_recovers(quadratic, chunk, lr):
-    """Some updates are refused, some taken back, every time the rate shrinks: in the end something is learnt."""
+def test_a_rate_that_is_far_too_large_shrinks_until_learning_works(quadratic, chunk, lr):
     objective, learner = quadratic([8.0], algo="ogd", lr=lr, epochs=3)
     dog = Watchdog(LearnerRecipe(backoff=0.1))
     rulings = set()
@@ -158,8 +162,8 @@ def test_a_rate_that_is_far_too_large_recovers(quadratic, chunk, lr):
     assert "rollback" in rulings and ("refused" in rulings or lr < 1e30)
 
 
-def test_state(quadratic, chunk):
-    """A run that is killed between update and ruling still takes the update back."""
+def test_a_restored_watchdog_can_still_roll_back(quadratic, chunk):
+    """For a run killed between an update and its ruling."""
     objective, learner = quadratic([8.0], algo="ogd", lr=5.0)
     options = LearnerRecipe()
     dog, other = Watchdog(options), Watchdog(options)
@@ -172,8 +176,7 @@ def test_state(quadratic, chunk):
     assert fresh.judge(BAD, lambda kept: pytest.fail("nothing to compare with")) == "keep"
 
 
-def test_ensembles_and_static(quadratic, chunk):
-    """An ensemble goes back as a whole, weights of its members included; the static drafter is never ruled on."""
+def test_ensembles_are_rolled_back_as_a_whole_and_static_drafters_never(quadratic, chunk):
     objective, learner = quadratic([8.0], algo="ensemble", lr=5.0)
     dog = Watchdog(LearnerRecipe(backoff=0.01))
     dog.learn(learner, objective, chunk([0.0]), GOOD)
