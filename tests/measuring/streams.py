@@ -1,4 +1,4 @@
-"""What the tests of `specctl online` share: heads that nobody has trained, a short stream, and runs over it."""
+"""Helpers for tests of `specctl online`: untrained heads, a short stream, and runs over it."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ TIMES = {"elapsed_s", "tokens_per_s", "decode_s", "learn_s", "swap_s", "store_s"
 
 
 def sure_target(place, path):
-    """The random target at `path`, which has no preferences, made to have some: its drafters' trees grow deep."""
+    """Copy the random target at `path` with sharper logits, so that draft trees grow deep."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.get_output_embeddings().weight.data *= 8
     model.save_pretrained(place)
@@ -43,13 +43,13 @@ def sure_target(place, path):
 
 
 def free_hybrids(monkeypatch):
-    """Let rows and levels of hybrids cost next to nothing, so that a head always drafts."""
+    """Set the costs of hybrids near zero, so that a head always drafts."""
     free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)
     monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: free)
 
 
 def play_graphs(monkeypatch):
-    """Let the CPU pretend to capture graphs: to play one runs its rounds. Returns the list of captured runs."""
+    """Replace CUDA graph capture by running the function again; return the list of captures."""
     captured = []
 
     def capture(run, *_):
@@ -63,7 +63,7 @@ def play_graphs(monkeypatch):
 
 
 def watch_device_rounds(monkeypatch):
-    """Returns the list of the drafters that draft in rounds of the device, which run without graphs."""
+    """Run device rounds without graphs; return a list that collects their drafters."""
     drafters, run = [], DeviceRounds.round
     monkeypatch.setattr(DeviceRounds, "round", lambda *args: (drafters.append(args[0].active_drafter), run(*args)))
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
@@ -71,17 +71,17 @@ def watch_device_rounds(monkeypatch):
 
 
 def write_head(place, target, family, seed=0, **sizes):
-    """A drafter directory with a new head of a family, as training would begin with it."""
+    """Save a drafter directory with a new, untrained head."""
     torch.manual_seed(seed)
     own = pool.load_family(family)
     recipe = TrainRecipe(arch=family, drafter=DrafterRecipe(vocab_size=target.vocab_size, **sizes))
-    random_layer = family == "mtp"  # the target has none
+    random_layer = family == "mtp"  # the target has no MTP layer
     head = mtp.head(target) if random_layer else own.build(recipe, target, lambda size: list(range(size)))
     return save(place, target, own, head)
 
 
 def write_copy(place, target, path, noise):
-    """The target at `path` itself as a drafter of family lm, its weights disturbed: one that is often right."""
+    """Save the target at `path` with disturbed weights as an `lm` drafter that is often right."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     torch.manual_seed(0)
     for weight in model.parameters():
@@ -102,7 +102,10 @@ def write_prompts(place, questions=QUESTIONS, name="prompts.jsonl"):
 
 
 def recipe(prompts, init, target, model=OnlineRecipe, **fields):
-    """Two prompts a chunk, six tokens an answer. Learning may take as long as it does, so that equal runs are equal."""
+    """Return a recipe with two prompts per chunk and six tokens per answer.
+
+    Learning time is unlimited, so that equal runs are equal.
+    """
     if model is OnlineRecipe:
         fields = {"beside": "none", "baselines": ["vanilla", "static", "lookup"], **fields}
     learner = {"budget": None, **fields.pop("learner", {})}
@@ -119,7 +122,7 @@ def recipe(prompts, init, target, model=OnlineRecipe, **fields):
 
 
 def learnt(place, made, target):
-    """(result, document) of a run in `place`."""
+    """Run a recipe in `place`; return (result, document)."""
     command = command_for(made)
     run = Run.create(command, made, place)
     found = pkgutil.resolve_name(api.FUNCTIONS[command])(made, run, target=target)
@@ -127,38 +130,38 @@ def learnt(place, made, target):
 
 
 def contents(place):
-    """Of all files of a run, with the time of their last change."""
+    """Return name, modification time and content of every file of a run."""
     files = [path for path in sorted(place.rglob("*")) if path.is_file()]
     return [(str(path), path.stat().st_mtime_ns, path.read_bytes()) for path in files]
 
 
 def lines(place):
-    """chunks.jsonl."""
+    """Return the rows of chunks.jsonl."""
     return [json.loads(line) for line in (place / "chunks.jsonl").read_text().splitlines()]
 
 
 def metrics(place):
-    """metrics.jsonl."""
+    """Return the rows of metrics.jsonl."""
     return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
 
 
 def answers(place):
-    """records.parquet."""
+    """Return the rows of records.parquet."""
     return pq.read_table(place / "records.parquet").to_pylist()
 
 
 def timeless(rows):
-    """What two equal runs have in common."""
+    """Return rows without their timings."""
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
 def weights(place, name):
-    """Of the drafter that a run has left."""
+    """Return the weights of a drafter saved by a run."""
     return checkpoint.load(place / "drafters" / name).tensors
 
 
 def same_runs(one, other, names):
-    """Bit for bit, but for the time that was needed."""
+    """Check that two runs are equal bit for bit except for timings."""
     assert timeless(lines(one)) == timeless(lines(other))
     assert timeless(metrics(one)) == timeless(metrics(other))
     assert timeless(answers(one)) == timeless(answers(other))

@@ -1,4 +1,4 @@
-"""Tie-aware comparison: what rounding explains, and what it does not."""
+"""Tie-aware comparison of texts: rounding explains ties, but not mismatches."""
 
 import torch
 
@@ -13,12 +13,12 @@ PROMPT = [5, 6, 7, 8]
 
 
 def best(target, ids):
-    """The three best logits, relative to the largest of all, and their tokens."""
+    """Return the top three logits, relative to the largest absolute logit, and their tokens."""
     logits = lossless.next_token_logits(target, ids)
     return (logits / logits.abs().max()).topk(3)
 
 
-def test_equal(target):
+def test_equal_texts_are_equal(target):
     assert compare(target, PROMPT, [1, 2], [1, 2], 1e-3) == "equal"
 
 
@@ -33,7 +33,7 @@ def test_a_wrong_token_is_a_mismatch(target):
 
 
 def test_the_margin_at_the_divergence_decides(target):
-    """The same two answers are a tie or a mismatch as the tolerance is above or below the margin there."""
+    """Two answers are a tie if the tolerance exceeds the margin, otherwise a mismatch."""
     top = best(target, PROMPT)
     margin = (top.values[0] - top.values[1]).item()
     a, b = ([top.indices[i].item(), 9] for i in (0, 1))
@@ -41,9 +41,9 @@ def test_the_margin_at_the_divergence_decides(target):
     assert compare(target, PROMPT, a, b, margin * 0.99) == "mismatch"
 
 
-def test_rounding_grows_with_the_logits(target, monkeypatch):
-    """0.25 was the limit in bf16, one step between neighboring logits above 32: 3 of 3,000 texts of a real model were
-    called mismatches."""
+def test_the_tolerance_is_relative_to_the_logits(target, monkeypatch):
+    """An absolute limit of 0.25 in bf16, one step between logits above 32, reported 3 false mismatches in 3,000
+    texts."""
     top = best(target, PROMPT)
     margin = (top.values[0] - top.values[1]).item()
     logits = lossless.next_token_logits(target, PROMPT)
@@ -54,8 +54,8 @@ def test_rounding_grows_with_the_logits(target, monkeypatch):
         assert compare(target, PROMPT, a, b, margin * 0.99) == "mismatch"
 
 
-def test_a_third_token_is_no_tie(target):
-    """A small top-2 margin must not excuse a token that is neither of the two."""
+def test_a_third_token_is_not_a_tie(target):
+    """A small margin between the top two must not excuse a token outside them."""
     top = best(target, PROMPT)
     between = ((top.values[0] - top.values[1]) + (top.values[0] - top.values[2])).item() / 2
     assert compare(target, PROMPT, [top.indices[0].item()], [top.indices[2].item()], between) == "mismatch"
@@ -71,7 +71,7 @@ def test_exact_demands_equality(target):
     assert compare(target, PROMPT, [top.indices[0].item()], [top.indices[1].item()], tolerance) == "mismatch"
 
 
-def test_what_must_be_equal():
+def test_which_settings_demand_equal_text():
     greedy, warm = SamplingRecipe(), SamplingRecipe(temperature=1.0)
     exact = SamplingRecipe(temperature=1.0, exact=True)
     match, ratio = DraftingRecipe(), DraftingRecipe(proposal="sampled")
@@ -79,15 +79,15 @@ def test_what_must_be_equal():
     assert not comparable(warm, match) and not comparable(exact, ratio)
 
 
-def test_counts():
+def test_agreements_are_counted():
     counts = Losslessness()
     for agreement in ("equal", "tie", "mismatch", "tie"):
         counts.add(agreement)
     assert counts == Losslessness(sequences=4, mismatches=1, ties=2)
 
 
-def test_the_tolerance_covers_other_shapes(target):
-    """One row after the cached ones against one prefill: a tolerance below this noise would call ties mismatches."""
+def test_the_tolerance_covers_different_batch_shapes(target):
+    """Compare one row after a cache with one prefill; a smaller tolerance would call ties mismatches."""
     ids = list(range(5, 69))
     cache = target.model.new_cache(1, len(ids))
     whole, _, _ = target.prefill([ids], cache)

@@ -1,4 +1,4 @@
-"""The matrix and its diagonal, on numbers small enough to check by hand."""
+"""The matrix of drafters and domains and its diagonal, on numbers small enough to check by hand."""
 
 from dataclasses import fields
 
@@ -29,7 +29,7 @@ def record(drafter, domain, prompt, tokens, passes, seconds=1.0):
 
 
 def measured(mat=MAT):
-    """Rows as `evaluate` orders them (domain by domain), and two prompts each with the same mat."""
+    """Return rows in the order of `evaluate` (by domain), and two prompts per row with the same mat."""
     rows = [row(name, domain, mat=mat[name][domain]) for domain in ("sql", "chat") for name in mat]
     records = [record(r.drafter, r.domain, prompt, int(10 * r.mat), 10) for r in rows for prompt in "ab"]
     return rows, records
@@ -46,7 +46,7 @@ def test_the_matrix_by_hand():
 
 
 def test_the_diagonal_by_hand():
-    """The runner-up of the domain, the sign of the lead, and no generalist among the specialists."""
+    """The rival is the runner-up of the domain, and generalists do not count as specialists."""
     sql, chat = tabulate("mat", *measured(), POOL).diagonal
     assert (sql.drafter, sql.best, sql.rival, sql.lead) == ("sql-head", True, "mixed", 0.5)
     assert sql.interval == pytest.approx((0.5, 0.5)), "both prompts say the same"
@@ -55,18 +55,18 @@ def test_the_diagonal_by_hand():
     assert verdict.startswith("diagonal: 1 of 2 specialists are the best in their own domain, 1 of them")
 
 
-def test_a_lead_that_may_be_chance_is_not_counted_as_clear():
+def test_an_insignificant_lead_is_not_counted_as_clear():
     rows, records = measured()
     records = [r for r in records if (r.drafter, r.domain) != ("sql-head", "sql")]
-    records += [record("sql-head", "sql", "a", 60, 10), record("sql-head", "sql", "b", 15, 15)]  # 3.0 in all
+    records += [record("sql-head", "sql", "a", 60, 10), record("sql-head", "sql", "b", 15, 15)]  # 3.0 in total
     matrix = tabulate("mat", rows, records, POOL)
     assert matrix.diagonal[0].best
     assert matrix.diagonal[0].interval[0] < 0
     assert "0 of them" in matrix.verdict
 
 
-def test_pairs_are_made_by_prompt_not_by_position():
-    """Answers in another order, and one prompt more on one side, change nothing."""
+def test_answers_are_paired_by_prompt():
+    """Another order, and an extra prompt on one side, change nothing."""
     rows, records = measured()
     plain = tabulate("mat", rows, records, POOL).diagonal
     more = [*reversed(records), record("sql-head", "sql", "c", 900, 10)]
@@ -83,7 +83,7 @@ def test_speedup_cells_are_relative_to_plain_decoding():
 
 
 def test_a_pool_of_one_has_no_diagonal():
-    """`1 of 1 is the best` would say nothing."""
+    """A verdict such as "1 of 1 is the best" would be meaningless."""
     rows, records = measured({name: MAT[name] for name in ("sql-head", "vanilla")})
     matrix = tabulate("mat", rows, records, {"sql-head": ["sql"]})
     assert matrix.diagonal == []
@@ -91,13 +91,13 @@ def test_a_pool_of_one_has_no_diagonal():
     assert matrix.best == ["sql-head", "sql-head"]
 
 
-def test_a_specialist_of_a_domain_that_was_not_measured():
+def test_a_specialist_for_an_unmeasured_domain_is_not_on_the_diagonal():
     rows, records = measured()
     matrix = tabulate("mat", rows, records, {**POOL, "sql-head": ["law"]})
     assert [found.drafter for found in matrix.diagonal] == ["chat-head"]
 
 
-def test_what_was_not_measured_is_none_and_never_the_best():
+def test_missing_measurements_are_none_and_never_the_best():
     """A mean over fewer domains must not win against means over all."""
     rows, records = measured()
     rows = [r for r in rows if (r.drafter, r.domain) != ("sql-head", "chat")]

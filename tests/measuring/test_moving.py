@@ -1,4 +1,4 @@
-"""`online` where more than the weights moves: a process of its own, a pool, draft lengths, the target itself."""
+"""`online` with a learner process, a pool of drafters, chosen draft lengths, or a changing target."""
 
 import json
 import os
@@ -41,7 +41,7 @@ from tests.toys.decoding import decode
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory, tiny):
-    """A copy of the target, an untrained head, and the copy again, much disturbed."""
+    """A pool with a close copy of the target, a heavily disturbed copy, and an untrained head."""
     place = tmp_path_factory.mktemp("pool")
     write_copy(place / "good", tiny, tiny.name, 0.03)
     write_copy(place / "bad", tiny, tiny.name, 1.0)
@@ -54,9 +54,9 @@ def prompts(tmp_path):
     return write_prompts(tmp_path)
 
 
-@pytest.mark.slow  # tests/adaptation/test_remote.py has two processes, too
-def test_a_process_of_its_own_learns_the_same(tmp_path, prompts, tiny, pool):
-    """The lessons reach it whole, and its weights come back: with one chunk there is nothing that could differ."""
+@pytest.mark.slow  # tests/adaptation/test_remote.py also runs two processes
+def test_a_learner_process_learns_the_same(tmp_path, prompts, tiny, pool):
+    """With a single chunk there is nothing that could differ."""
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], stream={"chunk": 5})
     here, _ = learnt(tmp_path / "here", made, tiny)
     there, _ = learnt(tmp_path / "there", made.model_copy(update={"asynchronous": True}), tiny)
@@ -77,9 +77,9 @@ def _parent(pid):
 
 
 @pytest.mark.slow
-def test_chunks_that_wait_for_the_learner_are_kept(prompts, tiny, pool):
-    """Handed over while it stood still, saved, and learnt from by another process: as if nothing had been. A text that
-    came twice, or under the number of another one, would show in what is replayed."""
+def test_chunks_waiting_for_the_learner_survive_a_restart(prompts, tiny, pool):
+    """They are saved while the learner is paused, and another process learns them. Replay would show a text that came
+    twice or with the wrong number."""
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], buffer={"replay": 1.0}, baselines=[])
     chunk = next(PromptStream(made.data, made.stream, tiny, Rejections(None, 0.0), size=2).chunks())
     remote = made.model_copy(update={"asynchronous": True})
@@ -106,15 +106,15 @@ def test_chunks_that_wait_for_the_learner_are_kept(prompts, tiny, pool):
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_is_told_of(tmp_path, prompts, tiny, pool):
+def test_a_failing_learner_process_is_reported(tmp_path, prompts, tiny, pool):
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], asynchronous=True, learner_device="cuda:7")
     with pytest.raises(SpecctlError, match="the learner process failed"):
         learnt(tmp_path / "run", made, tiny)
 
 
 @pytest.mark.parametrize("feedback", ["verdict", "rerun"])
-def test_a_chunk_survives_the_journey(tiny, pool, feedback):
-    """Features of several texts go as one tensor each, and are taken apart again."""
+def test_a_chunk_is_sent_to_another_process_unchanged(tiny, pool, feedback):
+    """The features of several texts are packed into one tensor each, and unpacked again."""
     source, goal = (ReplayBuffer(tiny, (0, 2), max_bytes=2**20, feedback=feedback) for _ in range(2))
     prompts = [tiny.render([{"role": "user", "content": text}]) for text in QUESTIONS[:3]]
     decode(
@@ -135,8 +135,8 @@ def test_a_chunk_survives_the_journey(tiny, pool, feedback):
         )
 
 
-def test_specialists_learn_from_what_they_have_won(tmp_path, prompts, tiny, pool):
-    """HedgeSpec finds the copy; the others win nothing and stay as they were, bit for bit."""
+def test_specialists_learn_only_from_texts_they_won(tmp_path, prompts, tiny, pool):
+    """HedgeSpec finds the close copy; the others win nothing and stay unchanged bit for bit."""
     made = recipe(prompts, pool / "good", tiny, algo=["ogd"], sampling={"max_new_tokens": 16}).model_dump()
     made |= {"init": None, "arch": None, "pool": pool}
     found, _ = learnt(tmp_path / "run", OnlineRecipe(**made), tiny)
@@ -152,8 +152,8 @@ def test_specialists_learn_from_what_they_have_won(tmp_path, prompts, tiny, pool
 
 
 @pytest.mark.parametrize(("temperature", "estimator"), [(0.0, "realised"), (1.0, "product")])
-def test_greedy_texts_are_judged_by_their_hits(tiny, pool, monkeypatch, temperature, estimator):
-    """As in `select`: products of γ, a softmax at temperature 1, would promise far too few tokens."""
+def test_greedy_texts_use_the_realised_estimator(tiny, pool, monkeypatch, temperature, estimator):
+    """Products of γ, a softmax at temperature 1, would predict far too few tokens, in `select` as well."""
     monkeypatch.setattr("specctl.selection.assembly.step_seconds", lambda target, rows, batch: [1.0])
     made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], sampling={"temperature": temperature})
     made = made.model_copy(update={"init": None, "arch": None, "pool": pool})
@@ -162,8 +162,8 @@ def test_greedy_texts_are_judged_by_their_hits(tiny, pool, monkeypatch, temperat
 
 
 @pytest.mark.parametrize(("policy", "reward", "plain"), [("hedgespec", None, True), ("metasd-ucb", "bd", False)])
-def test_a_pool_that_plays_for_seconds_may_decode_plainly(tiny, pool, monkeypatch, policy, reward, plain):
-    """A pool that loses on a stream was played all the same, slower than no drafter at all."""
+def test_a_pool_that_plays_for_time_can_choose_no_draft(tiny, pool, monkeypatch, policy, reward, plain):
+    """A pool that lost on a stream was still used, and was slower than plain decoding."""
     monkeypatch.setattr("specctl.selection.assembly.step_seconds", lambda target, rows, batch: [1.0])
     made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], game={"reward": reward} if reward else {})
     policy = made.policy.model_copy(update={"name": policy})
@@ -175,9 +175,11 @@ def test_a_pool_that_plays_for_seconds_may_decode_plainly(tiny, pool, monkeypatc
     assert specialists.rounds["no draft"] == 1 and not specialists._won["q"], "plain rounds win no text"
 
 
-def test_a_repeated_prompt_is_a_game_of_its_own(tiny, pool, monkeypatch):
-    """Twice in a batch it was refused as one game's, and in a row the second went on with what the first had learnt. A
-    batch's share of a plain step is the unit of the reward."""
+def test_a_repeated_prompt_gets_its_own_game(tiny, pool, monkeypatch):
+    """In one batch it used to be refused as the same game; in sequence, the second continued the first game.
+
+    The reward is in units of the batch's share of a plain step.
+    """
     batches = []
     monkeypatch.setattr(
         "specctl.selection.assembly.step_seconds", lambda target, rows, batch: batches.append(batch) or [1.0]
@@ -201,12 +203,12 @@ def test_a_repeated_prompt_is_a_game_of_its_own(tiny, pool, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("reset", "replay"), [("query", 0.0), ("chunk", 1.0)])
-def test_a_pool_goes_on_where_it_was(tmp_path, prompts, tiny, pool, reset, replay):
-    """From behind its first chunk, and when it was finished; also the pool that stays as it is. Texts go on to be
-    numbered: under the number of an older one a text would not count as new, and not be learnt from."""
+def test_a_pool_resumes_exactly(tmp_path, prompts, tiny, pool, reset, replay):
+    """After its first chunk and after its end. Texts keep counting up, because a text with a used number would not be
+    learned from."""
     made = recipe(prompts, pool / "good", tiny, algo=["ogd"]).model_dump() | {"init": None, "arch": None, "pool": pool}
     made |= {"checkpoint": {"every": 1, "keep": 9}, "policy": {"reset": reset}, "buffer": {"replay": replay}}
-    made |= {"game": {"loss": "length"}}  # measured seconds differ from run to run
+    made |= {"game": {"loss": "length"}}  # measured times differ between runs
     learnt(tmp_path / "whole", OnlineRecipe(**made), tiny)
     place = shutil.copytree(tmp_path / "whole", tmp_path / "run")
     for later in sorted((place / "checkpoints").iterdir())[1:]:
@@ -217,8 +219,8 @@ def test_a_pool_goes_on_where_it_was(tmp_path, prompts, tiny, pool, reset, repla
         same_runs(place, tmp_path / "whole", ["ogd/good", "ogd/bad", "ogd/head"])
 
 
-def test_draft_lengths_follow_the_drafter(tmp_path, prompts, tiny, pool):
-    """Drafts that cost as much as steps are kept short; for nothing, they are as long as they can be."""
+def test_draft_lengths_follow_their_cost(tmp_path, prompts, tiny, pool):
+    """Drafts are short if a token costs as much as a step, and maximal if they are free."""
     lengths = []
     for cost in (0.0, 3.0):
         made = recipe(prompts, pool / "good", tiny, algo=["ogd"], draft_length="auto", draft_cost=cost)
@@ -228,8 +230,8 @@ def test_draft_lengths_follow_the_drafter(tmp_path, prompts, tiny, pool):
     assert lengths[0] > 2 * lengths[1]
 
 
-def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, tiny, pool, monkeypatch):
-    """The head that learns and the one that does not, each in one tree with `lookup`; rows and levels cost nothing."""
+def test_heads_draft_together_with_a_text_drafter(tmp_path, prompts, tiny, pool, monkeypatch):
+    """The learning head and the fixed head each share a tree with `lookup`."""
     free_hybrids(monkeypatch)
     mats = {}
     for beside in (None, "lookup"):
@@ -241,9 +243,8 @@ def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, tiny, pool, monkey
         assert mats["lookup"][name] >= max(mats[None][name], mats[None]["lookup"])
 
 
-def test_the_gain_of_a_head_is_known_from_text_to_text(tiny, pool, monkeypatch):
-    """Otherwise every text would try a head that gains nothing until it finds that out by itself. A resumed run would,
-    too."""
+def test_the_gain_of_a_head_is_remembered_between_texts(tiny, pool, monkeypatch):
+    """Otherwise every text, and every resumed run, would try a useless head again."""
     monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: costs.Costs((1.0,) * len(costs.ROWS), 0.1, 0.1))
     made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], beside="lookup", baselines=["static"])
     stage, again = OnlineContenders(made, tiny, 0), OnlineContenders(made, tiny, 0)
@@ -261,8 +262,8 @@ def test_the_gain_of_a_head_is_known_from_text_to_text(tiny, pool, monkeypatch):
     assert past(again, "ogd").gain(2) < 0.1 < 0.9 < past(again, "static").gain(2)
 
 
-def test_what_was_said_before_is_drafted(tmp_path, prompts, tiny, pool):
-    """Every prompt comes twice, a chunk later: the second answer is known by heart, and only by `retrieval`."""
+def test_retrieval_drafts_earlier_answers(tmp_path, prompts, tiny, pool):
+    """Every prompt comes twice, one chunk apart; only `retrieval` knows the second answer."""
     again = tmp_path / "again.jsonl"
     known = prompts.read_text().splitlines(keepends=True)[:4]
     again.write_text(2 * "".join(known[:2]) + 2 * "".join(known[2:]))
@@ -276,22 +277,22 @@ def test_what_was_said_before_is_drafted(tmp_path, prompts, tiny, pool):
     assert retrieval.kind == "untrained" and retrieval.learn_s > 0
 
 
-def test_heads_draft_beside_what_was_said_before(tmp_path, prompts, tiny, pool, monkeypatch):
-    """Its time is the learner's; a run that goes on knows it again."""
+def test_heads_draft_together_with_retrieval(tmp_path, prompts, tiny, pool, monkeypatch):
+    """The time of the store counts as learning time."""
     free_hybrids(monkeypatch)
     made = recipe(prompts, pool / "good", tiny, algo=["ogd"], beside="retrieval", baselines=["static"])
     found, _ = learnt(tmp_path / "run", made, tiny)
     assert found.lossless.mismatches == 0 and all(row.learn_s > row.store_s > 0 for row in found.per_chunk)
 
 
-def test_a_hybrid_decides_its_own_length(prompts, tiny, pool):
+def test_a_hybrid_with_automatic_draft_length_is_refused(prompts, tiny, pool):
     with pytest.raises(ValueError, match="chooses its draft depth itself"):
         recipe(prompts, pool / "good", tiny, beside="lookup", draft_length="auto")
 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory, tiny):
-    """A later checkpoint of the target: a few steps on one text, as a fine-tune begins."""
+    """The target after a few steps on one text, like an early fine-tuned checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(tiny.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny.name)
     ids = torch.tensor([tokenizer("the answer is four, and four is the answer")["input_ids"]])
@@ -307,8 +308,8 @@ def tuned(tmp_path_factory, tiny):
 
 
 @pytest.mark.parametrize("drafter", ["head", "pool"])
-def test_the_target_may_change(tmp_path, prompts, tiny, pool, tuned, drafter):
-    """Texts are the present target's, all drafters draft for it, and learning goes on; a resumed run knows which."""
+def test_the_target_may_change_during_a_stream(tmp_path, prompts, tiny, pool, tuned, drafter):
+    """Texts follow the current target, drafters draft for it, and learning continues, also in a resumed run."""
     fields = {"target_schedule": [f"{tiny.name}:2", f"{tuned}:3"], "checkpoint": {"every": 1, "keep": 2}}
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], save_outputs=True, **fields).model_dump()
     if drafter == "pool":
@@ -322,7 +323,7 @@ def test_the_target_may_change(tmp_path, prompts, tiny, pool, tuned, drafter):
     assert again.mat == found.mat
 
 
-def test_a_target_of_other_sizes_is_refused(tmp_path, prompts, tiny, pool):
+def test_a_scheduled_target_with_other_sizes_is_refused(tmp_path, prompts, tiny, pool):
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], target_schedule=[f"{tiny.name}:2", "builtin:3"])
     with pytest.raises(CheckpointError, match="hidden_size"):
         learnt(tmp_path / "run", made, tiny)

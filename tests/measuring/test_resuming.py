@@ -1,4 +1,4 @@
-"""`online` that is stopped, killed, or runs out of disk goes on as if nothing had been: bit for bit in fp32."""
+"""`online` resumes exactly, bit for bit in fp32, after a signal, a kill or a full disk."""
 
 import errno
 import io
@@ -52,7 +52,7 @@ def copy(tmp_path_factory, tiny):
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory, tiny, copy):
-    """A recipe on five prompts, the last chunk a short one; older texts are learnt from again."""
+    """Return `made(**fields)`: a recipe with five prompts, a short last chunk and replay."""
     prompts = write_prompts(tmp_path_factory.mktemp("prompts"))
 
     def made(**fields):
@@ -74,7 +74,7 @@ TWICE = {"seeds": [0, 1], "baselines": ["vanilla", "retrieval"]}
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, make, tiny):
-    """`whole(**fields)`: the run that nobody disturbed, and its result."""
+    """Return `run(**fields)`, which gives (place, result) of an undisturbed run."""
     runs = {}
 
     def run(**fields):
@@ -89,7 +89,7 @@ def whole(tmp_path_factory, make, tiny):
 
 @pytest.fixture
 def stopped(stop, tiny):
-    """`stopped(n, place, made)`: the error of a run that SIGTERM stops in its n-th turn."""
+    """Return `run(turn, place, made)`, which gives the error of a run stopped by SIGTERM in that turn."""
 
     def run(turn, place, made):
         stop(turn)
@@ -102,7 +102,7 @@ def stopped(stop, tiny):
 
 
 def rewrite(state, document):
-    """Write another trainer.json into a state, with the digests of what is there then."""
+    """Write another trainer.json into a state, with correct digests."""
     (state / "trainer.json").write_text(json.dumps(document))
     (state / "manifest.json").write_text(json.dumps(checkpoint.digests(state)))
 
@@ -119,7 +119,7 @@ def again(place, made, tiny):
 
 @pytest.fixture
 def stop(monkeypatch):
-    """`stop(n)`: SIGTERM comes while the n-th turn is answered."""
+    """Return `at(turn)`, which sends SIGTERM while that turn is answered."""
     ask = online_contenders.answer_batch
 
     def at(turn):
@@ -137,8 +137,8 @@ def stop(monkeypatch):
 
 
 @pytest.mark.parametrize(("turn", "done"), [pytest.param(1, 0, marks=pytest.mark.slow), (8, 3 + 1)])
-def test_a_signal_in_the_middle_of_a_chunk(tmp_path, make, tiny, whole, stopped, turn, done):
-    """In the first chunk, and behind a boundary of the second pass: what was begun is left, and comes again."""
+def test_a_run_stopped_in_the_middle_of_a_chunk_resumes_exactly(tmp_path, make, tiny, whole, stopped, turn, done):
+    """In the first chunk, and after a boundary in the second pass. The unfinished chunk is answered again."""
     told = stopped(turn, tmp_path / "run", make(**TWICE))
     assert f"after {done} chunks" in told.message and f"--resume --output-dir {tmp_path}" in told.hint
     assert len(lines(tmp_path / "run") if done else []) == done * len(ALGO)
@@ -151,9 +151,8 @@ def test_a_signal_in_the_middle_of_a_chunk(tmp_path, make, tiny, whole, stopped,
     assert found.drafters.keys() == theirs.drafters.keys()
 
 
-def test_it_warms_up_again_without_a_trace(tmp_path, make, tiny, whole, stopped, monkeypatch):
-    """A chunk behind a resumption would else be timed cold; older texts, which are learnt from again, stay, and so do
-    the numbers of new ones. Draft lengths that follow acceptance alone go on where they were, too."""
+def test_a_resumed_run_warms_up_without_side_effects(tmp_path, make, tiny, whole, stopped, monkeypatch):
+    """Otherwise the first chunk would be timed cold. Replayed texts, text numbers and draft lengths continue."""
     lengths = {"draft_length": "auto", "draft_cost": 1.0}
     stopped(3, tmp_path / "run", make(**lengths))
     warm_up, warmed = online_contenders.warm_up, []
@@ -163,7 +162,7 @@ def test_it_warms_up_again_without_a_trace(tmp_path, make, tiny, whole, stopped,
     same_runs(tmp_path / "run", whole(**lengths)[0], ALGO)
 
 
-def test_a_finished_run_says_the_same_again(tmp_path, make, tiny, whole, monkeypatch):
+def test_resuming_a_finished_run_gives_the_same_result(tmp_path, make, tiny, whole, monkeypatch):
     place = shutil.copytree(whole(**TWICE)[0], tmp_path / "run")
     monkeypatch.setattr(OnlineContenders, "answer", lambda *args: pytest.fail("everything is answered"))
     found, document = again(place, make(**TWICE), tiny)
@@ -171,8 +170,8 @@ def test_a_finished_run_says_the_same_again(tmp_path, make, tiny, whole, monkeyp
     assert document["drafters"] == {name: str(place / "drafters" / name) for name in ALGO}
 
 
-def test_damaged_states_are_passed_over(tmp_path, make, tiny, whole, capsys):
-    """A flipped byte: the state before it, and a warning. All damaged: an error, never a new beginning."""
+def test_damaged_states_are_skipped(tmp_path, make, tiny, whole, capsys):
+    """A flipped byte falls back to the previous state with a warning. If all are damaged, it is an error."""
     place = shutil.copytree(whole()[0], tmp_path / "run")
     first, last = sorted((place / "checkpoints").iterdir())
     flip(last / "trainer.json")
@@ -189,8 +188,8 @@ def test_damaged_states_are_passed_over(tmp_path, make, tiny, whole, capsys):
 
 @pytest.mark.parametrize("damage", [os.unlink, flip], ids=["lost", "flipped"])
 @pytest.mark.parametrize("name", ["records/00000001.parquet", "chunks.jsonl"])
-def test_lost_and_changed_answers_are_missed(tmp_path, make, tiny, whole, name, damage):
-    """Numbers of the rest, or of something else, would pass for those of all."""
+def test_lost_and_changed_answers_are_refused(tmp_path, make, tiny, whole, name, damage):
+    """Otherwise the results of a part would pass for the results of all."""
     place = shutil.copytree(whole()[0], tmp_path / "run")
     damage(place / name)
     before = contents(place)
@@ -200,7 +199,7 @@ def test_lost_and_changed_answers_are_missed(tmp_path, make, tiny, whole, name, 
 
 
 def state_of(place, number):
-    """The only state left is that behind a chunk; of it, what trainer.json and the tensors say, and how to write it."""
+    """Keep only the state after chunk `number`; return its trainer.json, its tensors and a function to write them."""
     for path in (place / "checkpoints").iterdir():
         state = json.loads((path / "trainer.json").read_text())
         if state["mark"]["number"] != number:
@@ -240,8 +239,8 @@ def state_of(place, number):
     ],
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else str(value)[:20],
 )
-def test_a_state_that_somebody_else_has_written(tmp_path, make, tiny, whole, keys, value):
-    """One line that says where, and nothing is changed."""
+def test_a_forged_state_is_refused(tmp_path, make, tiny, whole, keys, value):
+    """With one line that names the place, and nothing is changed."""
     place = shutil.copytree(whole()[0], tmp_path / "run")
     state, _, write = state_of(place, 2)
     inner = state
@@ -256,7 +255,7 @@ def test_a_state_that_somebody_else_has_written(tmp_path, make, tiny, whole, key
 
 
 @pytest.mark.parametrize("change", [lambda x: x[:1], lambda x: x.int()], ids=["shape", "type"])
-def test_tensors_that_somebody_else_has_written(tmp_path, make, tiny, whole, change):
+def test_forged_tensors_are_refused(tmp_path, make, tiny, whole, change):
     place = shutil.copytree(whole()[0], tmp_path / "run")
     _, tensors, write = state_of(place, 2)
     name = next(name for name, value in tensors.items() if name.startswith("ogd/learner") and value.numel() > 99)
@@ -266,8 +265,8 @@ def test_tensors_that_somebody_else_has_written(tmp_path, make, tiny, whole, cha
         again(place, make(), tiny)
 
 
-def test_other_weights_of_the_target_are_refused(tmp_path, make, tiny, whole, monkeypatch):
-    """A state of before the digests says nothing against them."""
+def test_changed_target_weights_are_refused(tmp_path, make, tiny, whole, monkeypatch):
+    """States written before weights had digests are accepted."""
     place = shutil.copytree(whole()[0], tmp_path / "run")
     monkeypatch.setitem(tiny.identity, "weights", "others")
     with pytest.raises(UsageError, match="weights was"):
@@ -279,8 +278,8 @@ def test_other_weights_of_the_target_are_refused(tmp_path, make, tiny, whole, mo
     again(place, make(), tiny)
 
 
-def test_what_was_not_this_run_is_refused(tmp_path, make, tiny, whole, copy):
-    """And what is refused changes nothing in the directory."""
+def test_resuming_with_another_recipe_or_drafter_is_refused(tmp_path, make, tiny, whole, copy):
+    """A refusal changes nothing in the directory."""
     place = shutil.copytree(whole()[0], tmp_path / "run")
     before = contents(place)
     with pytest.raises(UsageError, match=r"learner\.lr was 0\.001, is 0\.01"):
@@ -300,7 +299,7 @@ def test_what_was_not_this_run_is_refused(tmp_path, make, tiny, whole, copy):
     assert contents(place) == before
 
 
-def test_other_prompts_are_refused(tmp_path, make, tiny, stopped):
+def test_resuming_with_other_prompts_is_refused(tmp_path, make, tiny, stopped):
     mine = write_prompts(tmp_path, [*QUESTIONS, "Who?"])
     made = make(data={"prompts": str(mine)}, stream={})
     stopped(5, tmp_path / "run", made)
@@ -312,12 +311,12 @@ def test_other_prompts_are_refused(tmp_path, make, tiny, stopped):
 
 
 def test_a_state_of_an_earlier_layout_is_refused(tmp_path, make, tiny, whole):
-    """Not with the KeyError of whoever looks for what it lacks."""
+    """With a message instead of a KeyError."""
     place = shutil.copytree(whole(draft_length="auto", draft_cost=1.0)[0], tmp_path / "run")
     for state in (place / "checkpoints").iterdir():
         written = json.loads((state / "trainer.json").read_text())
         if written["mark"]["stage"] is None:
-            shutil.rmtree(state)  # the end of the pass: nothing is restored from it
+            shutil.rmtree(state)  # the end of the pass, which needs no restoring
             continue
         del written["mark"]["stage"]["lengths"]["ogd"]["unused"]
         rewrite(state, written)
@@ -328,7 +327,7 @@ def test_a_state_of_an_earlier_layout_is_refused(tmp_path, make, tiny, whole):
 
 
 def refusals(tmp_path, tiny, copy):
-    """Changes to the recipe that are refused only when target, prompts and drafters are at hand."""
+    """Return changes to the recipe that can be refused only with target, prompts and drafters loaded."""
     other = shutil.copytree(copy, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     config["target"]["vocab_hash"] = "0" * 16
@@ -343,8 +342,8 @@ def refusals(tmp_path, tiny, copy):
     ]
 
 
-def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, make, tiny, whole, copy):
-    """With --overwrite as with --resume: it is cleared by the first thing that cannot be refused."""
+def test_a_refused_start_keeps_the_earlier_run(tmp_path, make, tiny, whole, copy):
+    """With --overwrite, files are removed only when nothing can be refused anymore."""
     place = shutil.copytree(whole()[0], tmp_path / "run")
     (place / "rejected.jsonl").write_text("{}\n")
     before = contents(place)
@@ -357,8 +356,8 @@ def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, make, tiny, wh
     assert not (place / "rejected.jsonl").exists()
 
 
-def test_prompts_are_read_no_more_often_than_by_a_run_that_goes_through(tmp_path, make, tiny, stopped, monkeypatch):
-    """A look at the beginning, once to see what there is, once to give them out: to compare them took two more."""
+def test_resuming_reads_the_prompts_no_more_often(tmp_path, make, tiny, stopped, monkeypatch):
+    """Three times: a look at the beginning, a count, and the stream. Comparing them used to take two more."""
     opened, real = [], line_streams.open_prompts
     monkeypatch.setattr(line_streams, "open_prompts", lambda name: opened.append(name) or real(name))
     stopped(3, tmp_path / "run", make())
@@ -376,7 +375,7 @@ def full(*args, **kwargs):
     [(checkpoint, "write_tensors", 2, 2), (checkpoint, "atomic_write", 2, 0), (online_journal, "write_records", 3, 2)],
 )
 def test_a_full_disk_keeps_the_last_state(tmp_path, make, tiny, whole, monkeypatch, place, name, call, saved):
-    """While the second state is saved, the manifest of the first, or the answers of the third chunk."""
+    """While the second state, the manifest of the first state, or the answers of the third chunk are written."""
     real, calls = getattr(place, name), iter(range(1, 100))
 
     def fill(*args, **kwargs):
@@ -392,8 +391,8 @@ def test_a_full_disk_keeps_the_last_state(tmp_path, make, tiny, whole, monkeypat
     same_runs(tmp_path / "run", whole()[0], ALGO)
 
 
-def test_a_full_disk_at_the_end(tmp_path, make, tiny, whole, monkeypatch):
-    """The learnt drafters cannot be written: resuming writes them."""
+def test_a_full_disk_at_the_end_can_be_resumed(tmp_path, make, tiny, whole, monkeypatch):
+    """The learned drafters could not be written; resuming writes them."""
     with monkeypatch.context() as patched:
         patched.setattr("specctl.drafters.checkpoint.write_tensors", full)
         with pytest.raises(SpecctlError, match=r"cannot write .*/drafters/ogd"):
@@ -402,8 +401,8 @@ def test_a_full_disk_at_the_end(tmp_path, make, tiny, whole, monkeypatch):
     same_runs(tmp_path / "run", whole()[0], ALGO)
 
 
-def test_rejected_prompts_are_told_of_whenever_it_ends(tmp_path, make, tiny, stopped):
-    """Also after a resumption in the second pass, which does not look at them again."""
+def test_rejected_prompts_are_counted_in_a_resumed_run(tmp_path, make, tiny, stopped):
+    """This holds in the second pass too, which does not read them again."""
     mine = write_prompts(tmp_path, QUESTIONS)
     mine.write_text(mine.read_text() + "{\n" + json.dumps({"prompt": "word " * 400}) + "\n")
     made = make(data={"prompts": str(mine), "max_rejected": 0.5}, seeds=[0, 1])
@@ -413,8 +412,8 @@ def test_rejected_prompts_are_told_of_whenever_it_ends(tmp_path, make, tiny, sto
     assert found.prompts == 2 * len(QUESTIONS)
 
 
-def test_stdin_goes_on_with_the_lines_that_come(tmp_path, make, tiny, stopped, monkeypatch):
-    """And the lines of a chunk that was not finished are asked for."""
+def test_resuming_from_stdin_continues_with_new_lines(tmp_path, make, tiny, stopped, monkeypatch):
+    """The lines of the unfinished chunk are requested again."""
 
     def send(questions):
         text = "".join(json.dumps({"prompt": one}) + "\n" for one in questions)
@@ -430,9 +429,11 @@ def test_stdin_goes_on_with_the_lines_that_come(tmp_path, make, tiny, stopped, m
     same_runs(tmp_path / "run", tmp_path / "whole", ALGO)
 
 
-def test_what_a_slowed_learner_plays_is_drafted_with(make, tiny):
-    """η has its part in what an optimistic learner plays, so a refused chunk changes it: a run that was resumed would
-    draft with other weights than the one that went on."""
+def test_a_refused_chunk_updates_the_drafting_weights(make, tiny):
+    """An optimistic learner's played weights depend on η, which a refused chunk lowers.
+
+    Otherwise a resumed run would draft with other weights than an uninterrupted one.
+    """
     made = make(algo=["optimistic"], buffer={}, learner={"lr": 1e-3})
     stage = OnlineContenders(made, tiny, 0)
     pupil = stage.learners["optimistic"]
@@ -449,7 +450,7 @@ COMMAND = [sys.executable, "-m", "specctl", "online"]
 
 
 def launch(place, made, *flags):
-    """The installed command on a recipe."""
+    """Start the installed command on a recipe."""
     file = place.parent / "recipe.yaml"
     fields = made.model_dump(mode="json", include=made.model_fields_set)
     file.write_text(json.dumps({"command": "online", **fields}))
@@ -465,7 +466,7 @@ def chunks(place):
 
 
 def kill(place, made, count, delay=0.0):
-    """kill -9 behind so many lines of chunks.jsonl, and seconds."""
+    """Send kill -9 after `count` lines of chunks.jsonl and `delay` seconds."""
     process = launch(place, made, "--resume")
     while chunks(place) < count and process.poll() is None:
         time.sleep(0.005)
@@ -475,8 +476,8 @@ def kill(place, made, count, delay=0.0):
     process.wait()
 
 
-def test_a_killed_run_resumes(tmp_path, make, whole, tiny):
-    """A process that is killed as soon as it has learnt something."""
+def test_a_killed_run_resumes_exactly(tmp_path, make, whole, tiny):
+    """Killed as soon as it has learned from a chunk."""
     made = make(checkpoint=CheckpointRecipe(every=1, keep=2))
     process = multiprocessing.get_context("fork").Process(target=learnt, args=(tmp_path / "run", made, tiny))
     process.start()
@@ -491,8 +492,8 @@ def test_a_killed_run_resumes(tmp_path, make, whole, tiny):
 
 
 @pytest.mark.slow
-def test_killed_runs_resume(tmp_path, make, tiny):
-    """At eight moments, some of which reach into the writing of a state or of the learnt drafters; two passes."""
+def test_runs_killed_repeatedly_resume_exactly(tmp_path, make, tiny):
+    """At eight moments in two passes, some while a state or drafter is being written."""
     draw = random.Random(0)
     made = make(**TWICE, checkpoint=CheckpointRecipe(every=1, keep=2))
     total = 2 * 3 * len(ALGO)

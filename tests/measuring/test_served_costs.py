@@ -1,4 +1,4 @@
-"""Draft lengths by load: the model on numbers worked out by hand, where its answers are known, and what it refuses."""
+"""Draft lengths by load: the cost model on numbers computed by hand, and the input it refuses."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ LENGTHS = range(6)
 
 
 def row(server, concurrency, token_s, *, domain="sql", shares=(), requests=None, tokens=1000, **fields):
-    """A row of `eval-server`, as far as it is read, with every request in flight all the time."""
+    """Return a row of `eval-server` with the fields that are read, with all requests in flight all the time."""
     mat = 1 + sum(shares) if shares else None
     seconds = tokens * token_s / (requests or concurrency)
     return {
@@ -26,7 +26,7 @@ def row(server, concurrency, token_s, *, domain="sql", shares=(), requests=None,
 
 
 def rows(costs, shares, loads=(1, 8, 32)):
-    """A sweep without noise of a server with these costs."""
+    """Return a sweep without noise for a server with these costs."""
     mat = 1 + sum(shares)
     return [
         made
@@ -38,7 +38,7 @@ def rows(costs, shares, loads=(1, 8, 32)):
     ]
 
 
-def test_conditional_acceptance():
+def test_conditional_acceptance_by_hand():
     assert served_costs.conditional_acceptance([0.8, 0.4, 0.1, 0.0, 0.0]) == pytest.approx([0.8, 0.5, 0.25, 0, 0])
 
 
@@ -48,13 +48,13 @@ def test_expected_tokens_by_hand():
     assert found == pytest.approx([1, 1.8, 2.2, 2.3])
 
 
-def test_expected_tokens_of_equal_chances_are_leviathans():
+def test_expected_tokens_at_a_constant_rate_match_leviathan():
     a, k = 0.7, 5
     assert served_costs.expected_tokens([a] * k, k) == pytest.approx((1 - a ** (k + 1)) / (1 - a))
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64])
-def test_limiting_cases(batch):
+def test_the_best_length_in_limiting_cases(batch):
     assert served_costs.best_length([0.0] * 5, STEEP, batch, LENGTHS) == 0
     assert served_costs.best_length([0.0] * 5, FREE, batch, LENGTHS) == 0, "the shortest of equals"
     assert served_costs.best_length([1.0] * 5, FREE, batch, LENGTHS) == 5
@@ -63,8 +63,10 @@ def test_limiting_cases(batch):
 
 
 def test_the_best_length_by_hand():
-    """t(k, 1) = 10.1 + 1.5 k, t(k, 32) = 13.2 + 17 k ms; α = 0.8, 0.5, 0.25, so rates by k are
-    1/10.1, 1.8/11.6, 2.2/13.1, 2.3/14.6 = 0.099, 0.155, 0.168, 0.158 and 1/13.2, 1.8/30.2 = 0.076, 0.060."""
+    """t(k, 1) = 10.1 + 1.5 k and t(k, 32) = 13.2 + 17 k ms; with α = 0.8, 0.5, 0.25 the rates by k are
+
+    1/10.1, 1.8/11.6, 2.2/13.1, 2.3/14.6 = 0.099, 0.155, 0.168, 0.158 and 1/13.2, 1.8/30.2 = 0.076, 0.060.
+    """
     chances = [0.8, 0.5, 0.25]
     assert served_costs.sequence_rate(chances, STEEP, 2, 1) == pytest.approx(2.2 / 0.0131)
     assert served_costs.best_length(chances, STEEP, 1, range(4)) == 2
@@ -81,16 +83,16 @@ def test_the_best_length_by_hand():
         ([-1, -2, -3], (0, 0)),
     ],
 )
-def test_lines_without_negative_parts(values, line):
-    """Of places 1, 2, 4: exact, flat, falling (its mean), through the origin (Σxy / Σx²), nothing."""
+def test_fitted_lines_have_no_negative_coefficients(values, line):
+    """At x = 1, 2, 4: an exact line, a constant, a falling line (its mean), a line through the origin, and zero."""
     assert served_costs.fit_line([1, 2, 4], values, [1, 1, 1]) == pytest.approx(line)
 
 
-def test_weights_count():
+def test_fit_line_uses_weights():
     assert served_costs.fit_line([1, 1], [2, 5], [2, 1]) == pytest.approx((3, 0))
 
 
-def test_the_costs_of_a_sweep_without_noise_are_found_again():
+def test_costs_are_recovered_from_a_sweep_without_noise():
     sweep = served_costs.sweep_of(rows(STEEP, (0.8, 0.4, 0.1)))
     assert (sweep.drafted, sweep.acceptance) == (3, pytest.approx([0.8, 0.5, 0.25]))
     assert [load.batch for load in sweep.loads] == pytest.approx([1, 8, 32])
@@ -99,8 +101,8 @@ def test_the_costs_of_a_sweep_without_noise_are_found_again():
         assert costs.seconds(length, batch) == pytest.approx(STEEP.seconds(length, batch))
 
 
-def test_domains_are_pooled_by_what_they_decoded():
-    """Rounds of 20 and 30 ms, 500 and 100 of them: 21.67 ms. Steps of 10 and 16 ms, 1000 and 500 of them: 12 ms."""
+def test_domains_are_pooled_by_their_tokens():
+    """500 rounds of 20 ms and 100 of 30 ms give 21.67 ms; 1000 steps of 10 ms and 500 of 16 ms give 12 ms."""
     sweep = served_costs.sweep_of(
         [
             row("server", 4, 0.010, domain="sql", shares=(0.7, 0.3)),
@@ -115,8 +117,8 @@ def test_domains_are_pooled_by_what_they_decoded():
     assert sweep.acceptance == pytest.approx([400 / 600, 150 / 400])
 
 
-def test_requests_in_flight_are_counted():
-    """64 were asked for, and 16 were there: the prompts were too few."""
+def test_the_batch_is_the_number_of_requests_in_flight():
+    """64 were requested, but there were only enough prompts for 16."""
     made = [row("server", 64, 0.01, shares=(0.5,), requests=16), row("baseline", 64, 0.01, requests=20)]
     (load,) = served_costs.sweep_of(made).loads
     assert (load.batch, load.plain_batch) == pytest.approx((16, 20))
@@ -127,7 +129,7 @@ def written(tmp_path, rows):
     return tmp_path
 
 
-def test_ranges_cover_every_batch_once_and_shrink_with_the_load(tmp_path):
+def test_ranges_cover_every_batch_once_and_lengths_shrink_with_load(tmp_path):
     tuning = served_costs.tune(written(tmp_path, rows(STEEP, (0.8, 0.4, 0.1), loads=(1, 32))))
     found = tuning.ranges
     assert [found[0].first, found[-1].last] == [1, 32]
@@ -150,11 +152,12 @@ def test_ranges_cover_every_batch_once_and_shrink_with_the_load(tmp_path):
     assert any("above 32 were not measured" in note for note in tuning.notes)
 
 
-def test_a_block_is_cut_where_its_last_tokens_cost_more_than_they_bring(tmp_path):
-    """A plain step takes 10 + 0.1 b ms, the pass over the block 2 ms, and a verified token the 0.1 ms that a text adds:
-    the measured rounds, 12 + 0.4 b ms, say no more than that. Rates of one to three tokens are 1.8 / (12 + 0.2 b),
-    2.2 / (12 + 0.3 b) and 2.3 / (12 + 0.4 b). The third pays while 0.1 (12 + 0.3 b) > 0.22 b, below 6.3 texts, the
-    second while 0.4 (12 + 0.2 b) > 0.18 b, below 48."""
+def test_a_block_is_cut_where_its_last_tokens_do_not_pay(tmp_path):
+    """A plain step takes 10 + 0.1 b ms, the pass over the block 2 ms, and a verified token 0.1 ms per text.
+
+    Rates of one to three tokens are 1.8 / (12 + 0.2 b), 2.2 / (12 + 0.3 b) and 2.3 / (12 + 0.4 b). The third token pays
+    below 6.3 texts, where 0.1 (12 + 0.3 b) > 0.22 b, and the second below 48, where 0.4 (12 + 0.2 b) > 0.18 b.
+    """
     costs = RoundCosts(step=0.010, step_per_text=0.0001, token=0.0, token_per_text=0.0001, block=0.002)
     tuning = served_costs.tune(written(tmp_path, rows(costs, (0.8, 0.4, 0.1), loads=(1, 8, 64))), block=True)
     for name, value in vars(costs).items():
@@ -163,8 +166,8 @@ def test_a_block_is_cut_where_its_last_tokens_cost_more_than_they_bring(tmp_path
     assert any("with fewer slots, a block that is not causal drafts other tokens" in note for note in tuning.notes)
 
 
-def test_the_pass_over_a_block_pays_for_nothing_short():
-    """Rounds of a block that cost as much for one token as for all: none or all."""
+def test_a_costly_pass_over_a_block_drafts_all_or_nothing():
+    """A short draft costs as much as the whole block."""
     sweep = served_costs.sweep_of(
         rows(RoundCosts(0.01, 0.0, 0.0, 0.0, block=0.008, block_per_text=0.002), (0.8, 0.4, 0.1))
     )
@@ -172,8 +175,8 @@ def test_the_pass_over_a_block_pays_for_nothing_short():
     assert {one.tokens for one in served_costs.tuned_ranges(sweep, costs, range(4))} == {0, 3}
 
 
-def test_a_verified_token_of_a_block_costs_no_more_than_was_measured():
-    """A text adds 1 ms to a plain step, but rounds grow by 0.3 ms a text only beyond that: a token is a third of it."""
+def test_the_cost_of_a_verified_block_token_is_bounded_by_the_measurement():
+    """A plain step grows by 1 ms per text and a round by 0.3 ms more, so a token costs a third of that."""
     costs = served_costs.fit_costs(
         served_costs.sweep_of(
             rows(RoundCosts(0.01, 0.001, 0.0, 0.0, block=0.002, block_per_text=0.0003), (0.8, 0.4, 0.1))
@@ -184,13 +187,13 @@ def test_a_verified_token_of_a_block_costs_no_more_than_was_measured():
 
 
 def by_length(costs, shares, up_to, loads=(1, 8, 32), **fields):
-    """Rows of prompts up to a length, as `eval-server` writes them."""
+    """Return rows for prompts up to a length, as `eval-server` writes them."""
     over = up_to // 2
     return [one | {"over": over, "up_to": up_to, "requests": 20} | fields for one in rows(costs, shares, loads)]
 
 
-def test_long_prompts_have_lengths_of_their_own(tmp_path):
-    """A long prompt's drafts are accepted less, and cost more: fewer tokens, at every load."""
+def test_long_prompts_get_their_own_draft_lengths(tmp_path):
+    """Their drafts are accepted less and cost more, so they are shorter at every load."""
     slow = RoundCosts(step=0.02, step_per_text=0.001, token=0.004, token_per_text=0.001)
     lengths = by_length(slow, (0.4, 0.1, 0.02), 8192) + by_length(STEEP, (0.8, 0.4, 0.1), 1024)
     document = {"servers": rows(STEEP, (0.8, 0.4, 0.1)), "lengths": lengths}
@@ -218,20 +221,20 @@ def test_long_prompts_have_lengths_of_their_own(tmp_path):
         lambda found: [one for one in found if one["concurrency"] == 8],
     ],
 )
-def test_a_length_that_was_not_measured_at_two_loads_is_left_out(tmp_path, spoil):
+def test_a_prompt_length_without_two_loads_is_left_out(tmp_path, spoil):
     lengths = by_length(STEEP, (0.8, 0.4, 0.1), 1024) + spoil(by_length(STEEP, (0.5,), 8192))
     (tmp_path / "result.json").write_text(json.dumps({"servers": rows(STEEP, (0.8, 0.4, 0.1)), "lengths": lengths}))
     assert [one.up_to for one in served_costs.tune(tmp_path).contexts] == [1024]
 
 
-def test_lengths_about_as_good_are_near(tmp_path):
-    """α = 0.02 at the second place: a draft of two is 1.5 % better than one of one where tokens cost nothing."""
+def test_lengths_with_nearly_the_same_rate_are_near(tmp_path):
+    """With α = 0.02 at the second position, two tokens are 1.5 % better than one if tokens are free."""
     costs = RoundCosts(0.01, 0.001, 0.0, 0.0)
     (only,) = served_costs.tune(written(tmp_path, rows(costs, (0.8, 0.02)))).ranges
     assert (only.tokens, only.near) == (2, [1, 2])
 
 
-def test_a_model_that_does_not_fit_says_so(tmp_path):
+def test_a_bad_fit_is_reported(tmp_path):
     """Plain steps of 10, 40 and 11 ms at 1, 8 and 32 texts are on no line."""
     made = rows(RoundCosts(0.01, 0.0, 0.001, 0.0), (0.8,))
     for one in made:
@@ -252,13 +255,13 @@ def test_a_model_that_does_not_fit_says_so(tmp_path):
         (lambda made: [{"server": "server"}], "is not a result of eval-server"),
     ],
 )
-def test_sweeps_that_cannot_be_used(tmp_path, change, says):
+def test_unusable_sweeps_are_refused(tmp_path, change, says):
     made = change(rows(STEEP, (0.8, 0.4)))
     with pytest.raises(DataError, match=says):
         served_costs.tune(written(tmp_path, made))
 
 
-def test_files_that_are_no_sweep(tmp_path):
+def test_files_that_are_not_a_sweep_are_refused(tmp_path):
     with pytest.raises(DataError, match="cannot read"):
         served_costs.tune(tmp_path / "nothing.json")
     (tmp_path / "result.json").write_text("{")
@@ -269,24 +272,23 @@ def test_files_that_are_no_sweep(tmp_path):
         served_costs.tune(tmp_path)
 
 
-def test_what_better_drafters_are_worth():
-    """A round costs 2.4 plain steps: mat 2.4 breaks even, 3.6 is half as fast again, 1 has the speed of 1 / 2.4."""
+def test_predicted_speedups_of_better_drafters_by_hand():
+    """A round costs 2.4 plain steps: mat 2.4 breaks even, 3.6 gives 1.5 times, and 1 gives 1 / 2.4 times the speed."""
     found = served_costs.predict_speeds(Load(8, 8.0, 8.0, step_s=0.010, round_s=0.024, mat=2.0), [1.0, 2.4, 3.6])
     assert found.break_even == pytest.approx(2.4)
     assert found.speedups == pytest.approx([1 / 2.4, 1, 1.5])
     assert found.tokens_per_s == pytest.approx([8 / 0.024, 800, 1200])
 
 
-def test_the_measured_drafter_is_predicted_where_it_is():
-    """Its own mat gives its own speed-up: times between tokens, plain over drafted."""
+def test_the_measured_drafter_is_predicted_exactly():
+    """Its own mat gives its measured speedup."""
     made = rows(STEEP, (0.8, 0.4, 0.1))
     for load in served_costs.sweep_of(made).loads:
         ours, plain = (row["token_s"] for row in made if row["concurrency"] == load.concurrency)
         assert served_costs.predict_speeds(load, [load.mat]).speedups == pytest.approx([plain / ours])
 
 
-def test_a_load_of_one_place_is_a_point():
-    """Slopes are unknown there; they are none."""
+def test_a_single_load_gives_costs_without_slopes():
     costs = served_costs.fit_costs(Sweep([Load(4, 4.0, 4.0, 0.01, 0.02, 2.0)], 2, [0.5, 0.5]))
     assert costs == RoundCosts(0.01, 0.0, pytest.approx(0.005), 0.0)
 
@@ -298,14 +300,14 @@ def test_a_load_of_one_place_is_a_point():
         *({"acceptance_by_position": [float("inf")]}, {"token_s": "1"}, {"acceptance_by_position": 3}, {"tokens": 0}),
     ],
 )
-def test_a_sweep_that_nobody_has_measured_is_refused(tmp_path, spoil):
+def test_a_sweep_with_impossible_numbers_is_refused(tmp_path, spoil):
     made = rows(STEEP, (0.8, 0.4, 0.1))
     (tmp_path / "result.json").write_text(json.dumps({"servers": [row | spoil for row in made]}))
     with pytest.raises(DataError, match=str(tmp_path / "result.json")):
         served_costs.read_sweep(tmp_path)
 
 
-def test_a_sweep_that_is_no_document_is_refused(tmp_path, pipe):
+def test_malformed_sweep_files_are_refused(tmp_path, pipe):
     for name, content in {"deep": "[" * 100_000, "list": "[]", "text": '{"servers": ["x"]}'}.items():
         (tmp_path / name).write_text(content)
         with pytest.raises(DataError, match=name):

@@ -1,4 +1,4 @@
-"""`transformers` generate as a baseline: same text, and time and passes that mean what ours mean."""
+"""The baseline `transformers.generate`: same text, and times and passes with the same meaning as ours."""
 
 import pytest
 import torch
@@ -35,8 +35,8 @@ def test_all_modes_give_the_greedy_text(target, generator):
         assert decoded.prompt_ids == PROMPT
 
 
-def test_assistants_are_the_language_models_of_a_pool(tmp_path, target):
-    """A head cannot assist `generate`, a damaged drafter must not be skipped in silence."""
+def test_only_language_models_of_a_pool_become_assistants(tmp_path, target):
+    """A head cannot assist `generate`, and a damaged drafter must not be skipped silently."""
     assert load_assistant("lookup", target) is None
     model = LM(LlamaForCausalLM(architecture(DrafterRecipe(preset="tiny"), target)))
     for name, config in (
@@ -63,7 +63,7 @@ def test_assistants_are_the_language_models_of_a_pool(tmp_path, target):
         load_assistant(str(tmp_path / "small"), target)
 
 
-def test_passes_and_times(generator):
+def test_passes_and_times_are_counted(generator):
     answers = generator.decode(PROMPT, 16, 0)
     plain, assisted = answers["transformers"], answers["transformers+tiny"]
     assert plain.target_passes == plain.decoded_tokens
@@ -72,11 +72,11 @@ def test_passes_and_times(generator):
         assert decoded.prefill_s > 0 and decoded.decode_s > 0
 
 
-def test_a_batch_has_the_texts_of_its_prompts_alone(target, generator):
-    """Prompts of several lengths, texts of several ends; what is written behind an end is not a text's."""
+def test_a_batch_gives_the_texts_of_its_prompts_alone(target, generator):
+    """Prompts and texts have different lengths; tokens after an end are dropped."""
     prompts = [PROMPT, PROMPT[:5], [9, 8, 7]]
     free = [generator.decode(prompt, 16, 0)["transformers"] for prompt in prompts]
-    generator.eos_ids, kept = frozenset({free[1].output_ids[3]}), generator.eos_ids  # one of them ends early
+    generator.eos_ids, kept = frozenset({free[1].output_ids[3]}), generator.eos_ids  # makes one text end early
     generator.model.generation_config.eos_token_id = sorted(generator.eos_ids)
     try:
         alone = [generator.decode(p, n, 0)["transformers"] for p, n in zip(prompts, (16, 16, 6), strict=True)]
@@ -91,7 +91,7 @@ def test_a_batch_has_the_texts_of_its_prompts_alone(target, generator):
     assert [one.target_passes for one in batch] == [one.decoded_tokens for one in batch]
 
 
-def test_one_token_is_all_prefill(generator):
+def test_one_token_needs_no_decoding_pass(generator):
     plain = generator.decode(PROMPT, 1, 0)["transformers"]
     assert (len(plain.output_ids), plain.decoded_tokens, plain.target_passes) == (1, 0, 0)
 
@@ -103,14 +103,14 @@ def test_sampling_follows_the_recipe_and_the_seed(target):
 
 
 def test_a_temperature_that_overflows_is_greedy(target, generator):
-    """Our own decoding treats it as greedy. Logits divided by it were infinite."""
+    """Our decoding treats it as greedy, too; dividing the logits used to give infinity."""
     cold = load_generator(TargetRecipe(), target, Sampling(1e-45, 0, 1.0), {})
     texts = [one.decode(PROMPT, 12, 1)["transformers"].output_ids for one in (cold, generator)]
     assert texts[0] == texts[1]
 
 
-def test_the_models_own_generation_config_is_not_merged_in(target, generator):
-    """A repetition penalty in a model's files would silently make the baseline decode something else."""
+def test_the_generation_config_of_the_model_is_ignored(target, generator):
+    """A repetition penalty in the model's files would silently change the baseline."""
     used = generator.model.generation_config
     assert not used.do_sample and used.repetition_penalty in (None, 1.0)
     assert used.eos_token_id == sorted(target.eos_ids)
