@@ -1,4 +1,4 @@
-"""Small random drafters of every family, and the logits that they have here."""
+"""Small random drafters of every family, and the logits that our own drafters compute."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ def shape(target, taps=DEFAULT, draft_vocab=None, kind=HeadConfig, **changes):
 
 
 def randomised(module):
-    """Norms and biases start at one and zero: a forgotten one would not show."""
+    """Add noise to all parameters. Norms start at one and biases at zero, so an omitted one would go unnoticed."""
     torch.manual_seed(7)
     for parameter in module.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter) * (1.0 if parameter.dim() == 1 else 0.05)
@@ -90,7 +90,7 @@ def modules(target, family, **options):
 
 
 def export(drafter, to, place, change=None):
-    """A foreign directory in which `change(config, tensors)` altered something."""
+    """Write a foreign directory, and let `change(config, tensors)` modify it."""
     exporting.export(ExportRecipe(drafter=drafter, to=to, output_dir=place))
     (place / "export.json").unlink()
     if change is not None:
@@ -102,14 +102,14 @@ def export(drafter, to, place, change=None):
 
 
 def import_head(place, target, output, **options):
-    """`specctl import`, without decoding a prompt where `options` do not ask for it."""
+    """Run `specctl import`, without the probe unless `options` request it."""
     options = {"probe": {"enabled": False}, **options}
     return import_.import_head(ImportRecipe(head=place, output_dir=output, **options), target=target)
 
 
 @pytest.fixture(scope="session")
 def make(target, tmp_path_factory):
-    """`make("eagle3", taps=…, draft_vocab=…)` → the directory of a random drafter; made once each."""
+    """Return `build(family, **options)`, which gives the directory of a random drafter; each is made once."""
     made = {}
 
     def build(family, **options):
@@ -132,13 +132,13 @@ def make(target, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def model():
-    """The target as `transformers` runs it."""
+    """The target in `transformers`."""
     return load_model("builtin", device=torch.device("cpu"), dtype=torch.float32)
 
 
 @pytest.fixture(scope="session")
 def text(target, prompts):
-    """(ids, length of what is committed): a prompt and the target's own continuation of it, longer than a window."""
+    """Return (ids, number of committed tokens): a prompt and the target's continuation, longer than a window."""
     prompt = [*prompts[1], *prompts[0], *prompts[1]]
     (decoded,) = decode(target, [prompt], sampling=GREEDY, max_new_tokens=12, seeds=[0])
     return prompt + decoded.output_ids, len(prompt) + 3
@@ -146,7 +146,7 @@ def text(target, prompts):
 
 @pytest.fixture(scope="session")
 def ours(target, text):
-    """`ours(directory)` → logits [STEPS, V] of draft steps 1 … behind the committed text, by our own drafter."""
+    """Return `score(directory)`: logits [STEPS, V] of the draft steps after the committed text, by our own drafter."""
 
     @functools.cache
     def score(directory):
@@ -162,7 +162,7 @@ def ours(target, text):
         prompt, fixed = ids[: committed - 3], dict(sampling=GREEDY, seeds=[0])
         decode(target, [prompt], max_new_tokens=len(ids) - len(prompt), on_round=ask, **fixed, **options)
         (score,) = found
-        # Row of depth d (position committed − 1 + d of the text) of the draft that began behind `committed` tokens.
+        # the row at depth d (position committed − 1 + d) of the draft that began after `committed` tokens
         depths = range(STEPS) if score.logits.shape[0] > 1 else [0] * STEPS
         rows = torch.stack([score.logits[depth, place].float() for place, depth in enumerate(depths)])
         if score.ids is None:

@@ -1,8 +1,8 @@
-"""What vLLM, SGLang and the reference repositories compute from a directory, written down again from their sources.
+"""Arithmetic of vLLM, SGLang and the reference repositories, reimplemented from their sources.
 
-Nothing of specctl is used: a wrong offset there would be wrong here, too. Every consumer drafts a chain behind
-`committed`, fed with the tokens of `forced` whatever it would have drafted itself, and returns its logits over the
-target's vocabulary, one row a step, −inf where it cannot draft.
+No code of specctl is used, because an error there would be repeated here. Every consumer drafts a chain after
+`committed` while being fed the tokens of `forced`. It returns one row of logits per step over the target's vocabulary,
+with −inf for tokens outside the draft vocabulary.
 """
 
 import json
@@ -19,7 +19,7 @@ def config_and_tensors(directory, weights="model.safetensors"):
 
 
 class Layer:
-    """One Llama layer with its cache; prefix of its names, and whether q, k, v read a wider input."""
+    """One Llama layer with its cache. `prefix` is the prefix of its tensor names."""
 
     def __init__(self, config, tensors, prefix):
         self.get = lambda name: tensors[f"{prefix}{name}.weight"]
@@ -28,7 +28,7 @@ class Layer:
         self.inv_freq = config["rope_theta"] ** -(torch.arange(0, self.dim, 2).float() / self.dim)
         sliding = set(config.get("layer_types") or []) == {
             "sliding_attention"
-        }  # vLLM's LlamaAttention goes by it alone
+        }  # vLLM's LlamaAttention checks only these
         self.window = config["sliding_window"] if sliding else None
         self.keys, self.values = torch.empty(0, self.kv, self.dim), torch.empty(0, self.kv, self.dim)
 
@@ -41,7 +41,7 @@ class Layer:
         return x * angle.cos() + torch.cat((-high, low), -1) * angle.sin()
 
     def run(self, inputs, residual, positions):
-        """Returns the residual stream behind the layer; causal within the call, of the cache a window is visible."""
+        """Return the residual stream after the layer. Attention is causal, with a window over the cache."""
         q, k, v = (inputs @ self.get(f"self_attn.{name}_proj").T for name in "qkv")
         q = self.rotate(q.view(len(q), self.heads, self.dim), positions)
         self.keys = torch.cat((self.keys, self.rotate(k.view(len(k), self.kv, self.dim), positions)))
@@ -59,25 +59,26 @@ class Layer:
 
 
 def states(model, committed):
-    """hidden_states of the committed tokens but the last, whose successor is not known yet; and the embedding."""
+    """Return (hidden_states, embedding) for all committed tokens except the last, which has no known successor."""
     with torch.no_grad():
         out = model(torch.tensor([committed[:-1]]), output_hidden_states=True)
     return [state[0] for state in out.hidden_states], model.get_input_embeddings().weight.detach()
 
 
 def vllm_layers(config, layers):
-    """gpu_model_runner: the top-level key, as it stands; else the target's default. Collected before layer idx."""
+    """Layer ids in vLLM's gpu_model_runner: the top-level key, else the target's default; states before layer idx."""
     return sorted(set(config.get("eagle_aux_hidden_state_layer_ids") or (2, layers // 2, layers - 3)))
 
 
 def sglang_layers(config, layers):
-    """model_runner: the key below eagle_config; set_eagle3_layers_to_capture adds 1 to each."""
+    """Layer ids in SGLang's model_runner: the key in eagle_config; set_eagle3_layers_to_capture adds 1 to each."""
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     return sorted({i + 1 for i in ids} if ids else {2, layers // 2, layers - 3})
 
 
 def speculators_in_vllm(config):
-    """vLLM's update_eagle3: the layer's keys, and those of the speculator that it knows (missing norm_…: true)."""
+    """Config after vLLM's update_eagle3: the layer's keys and the known speculator keys (norm_before_residual defaults
+    to true)."""
     layer = dict(config["transformer_layer_config"])
     layer["draft_vocab_size"] = config["draft_vocab_size"]
     layer["norm_before_residual"] = config.get("norm_before_residual", True)
@@ -89,8 +90,11 @@ def speculators_in_vllm(config):
 
 
 def eagle3(directory, model, committed, forced, layers_of=vllm_layers):
-    """vLLM's llama_eagle3.py, and SGLang's, which knows neither `norm_before_residual` nor the keys of a window. In
-    layers after the first, it calls the norm before the attention by another name."""
+    """vLLM's and SGLang's llama_eagle3.py.
+
+    SGLang ignores `norm_before_residual` and the window keys, and uses another name for the norm before attention in
+    layers after the first.
+    """
     config, tensors = config_and_tensors(directory)
     if "speculators_model_type" in config:
         config = speculators_in_vllm(config)
@@ -129,8 +133,11 @@ def eagle3(directory, model, committed, forced, layers_of=vllm_layers):
 
 
 def peagle(directory, model, committed, forced):
-    """vLLM's llama_eagle3.py under parallel_drafting: one pass over the committed tokens and masks. It takes the mask
-    token from the outer keys, and in the speculators' files does not see `fc_norm`. `forced` is not looked at."""
+    """vLLM's llama_eagle3.py with parallel_drafting: one pass over committed tokens and masks.
+
+    It reads the mask token from the outer keys, and ignores `fc_norm` in files of speculators. `forced` only sets the
+    length.
+    """
     config, tensors = config_and_tensors(directory)
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     mask = config["mask_token_id"]
@@ -166,7 +173,7 @@ def peagle(directory, model, committed, forced):
 
 
 def spread(logits, d2t, config):
-    """compute_logits / hot_token_id: draft id i is target id i + d2t[i]; without d2t there is nothing to map."""
+    """compute_logits / hot_token_id: draft id i is target id i + d2t[i]; without d2t the ids are equal."""
     if d2t is None:
         assert len(logits) == config["vocab_size"]
         return logits
@@ -175,7 +182,7 @@ def spread(logits, d2t, config):
 
 
 class BlockLayer(Layer):
-    """A Qwen3 layer whose keys and values of the context do not come from its own input."""
+    """A Qwen3 layer with keys and values of the context that come from another input."""
 
     def __init__(self, config, tensors, prefix):
         super().__init__(config, tensors, prefix)
@@ -188,8 +195,11 @@ class BlockLayer(Layer):
         return self.rotate(self.norm(k, self.get("self_attn.k_norm")), positions), v
 
     def over(self, x, positions, context):
-        """Return the stream after the layer, for the block x. A row sees its window of the context and of the block,
-        and itself. In a causal layer it does not see later rows of the block."""
+        """Return the stream after the layer for the block x.
+
+        A row sees its window of the context and of the block. In a causal layer it does not see later rows of the
+        block.
+        """
         normed = self.norm(x, self.get("input_layernorm"))
         normed, attended = self.convolved("attention_conv", normed)
         q = (normed @ self.get("self_attn.q_proj").T).view(len(x), self.heads, self.dim)
@@ -212,7 +222,7 @@ class BlockLayer(Layer):
         )
 
     def convolved(self, name, inputs):
-        """DFlashGroupedConv.prepare and finish: the inputs behind one convolution, and the other as a function."""
+        """DFlashGroupedConv: return the input after the first convolution, and the second convolution as a function."""
         base = self.base(name)
         if base is None:
             return inputs, lambda out: out
@@ -230,7 +240,7 @@ class BlockLayer(Layer):
 
 
 def attention_in_vllm(config, layer):
-    """(window, causal) by qwen3_dflash.py's `_resolve_layer_attention`. The configuration is read by `transformers`."""
+    """(window, causal) by `_resolve_layer_attention` of qwen3_dflash.py, on a config read by `transformers`."""
     nested, types = config.get("dflash_config") or {}, config.get("layer_types")
     sliding = types is not None and types[layer] == "sliding_attention"
     causal = sliding
@@ -244,7 +254,7 @@ def attention_in_vllm(config, layer):
 
 
 def attention_in_sglang(config, layer):
-    """(window, causal) by models/dflash.py's `_get_dflash_layer_attention_params`, which knows no dflash_config."""
+    """(window, causal) by `_get_dflash_layer_attention_params` of models/dflash.py, which ignores dflash_config."""
     sliding = config["layer_types"][layer] == "sliding_attention"
     assert not sliding or (config["use_sliding_window"] and config["sliding_window"] is not None), "the engine stops"
     said = config.get("is_causal")
@@ -252,7 +262,7 @@ def attention_in_sglang(config, layer):
 
 
 def speculators_block_in_vllm(config):
-    """vLLM's update_dflash and update_dspark: the layers' keys, and what these two know of the speculator's."""
+    """Config after vLLM's update_dflash and update_dspark: the layers' keys and the known speculator keys."""
     layer = dict(config["transformer_layer_config"])
     layer["draft_vocab_size"] = config["draft_vocab_size"]
     below, anchor = [i - 1 for i in config["aux_hidden_state_layer_ids"]], config.get("sample_from_anchor", False)
@@ -269,11 +279,11 @@ def speculators_block_in_vllm(config):
 
 
 def block(directory, model, committed, forced, engine, tokens):
-    """DFlash, DSpark and DFlash 2, `tokens` drafted at once; the embedding of the masks is the engines' greatest
-    difference.
+    """DFlash, DSpark and DFlash 2 with `tokens` tokens drafted at once.
 
-    vLLM: qwen3_dflash.py, qwen3_dspark.py, qwen3_dflash2.py and the proposers that feed them. SGLang: models/dflash.py,
-    models/dspark.py and the workers, which take the target's vocabulary head.
+    vLLM: qwen3_dflash.py, qwen3_dspark.py, qwen3_dflash2.py and their proposers. SGLang: models/dflash.py,
+    models/dspark.py and the workers, with the target's vocabulary head. The main difference is the embedding of the
+    masks.
     """
     config, tensors = config_and_tensors(directory)
     if "speculators_model_type" in config:
@@ -322,7 +332,7 @@ def block(directory, model, committed, forced, engine, tokens):
         said = logits[k]
         if spark:
             said = said + tensors["markov_head.markov_w1.weight"][before] @ tensors["markov_head.markov_w2.weight"].T
-        if selects:  # of its candidates alone: `selector_top_k` of the logits so far
+        if selects:  # only `selector_top_k` candidates by these logits
             first, second = (tensors[f"candidate_selector.{part}cessor_codebook"] for part in ("prede", "suc"))
             said = said + (first[before] * (tensors["candidate_selector.hidden_projection.weight"] @ x[k])) @ second.T
         rows.append(spread(said, tensors.get("d2t") if engine == "vllm" else None, config))
@@ -351,7 +361,7 @@ def eagle1(directory, model, committed, forced, engine):
 
 
 def medusa(directory, model, committed, forced):
-    """medusa_model.py with the vocabulary matrix inside of each head's Sequential."""
+    """medusa_model.py with the vocabulary matrix inside each head's Sequential."""
     config, tensors = config_and_tensors(directory, "medusa_lm_head.pt")
     h = states(model, committed)[0][-1][-1]
     rows = []
@@ -362,7 +372,7 @@ def medusa(directory, model, committed, forced):
 
 
 def medusa_in_vllm(directory, model, committed, forced):
-    """vllm/model_executor/models/medusa.py: a block with a bias where `medusa_fc_bias`, a matrix for each head."""
+    """vllm/model_executor/models/medusa.py: a block with a bias if `medusa_fc_bias`, and a matrix per head."""
     config, tensors = config_and_tensors(directory)
     assert config["model_type"] == "medusa" and config["architectures"] == ["MedusaModel"]
     assert config["num_hidden_layers"] == 1 and config["medusa_fc_bias"] is True
@@ -379,7 +389,7 @@ def medusa_in_vllm(directory, model, committed, forced):
 
 
 def hydra(directory, model, committed, forced):
-    """prefix_mlp_head.py, grounded: the modules of a head's Sequential are Dropout, ResBlock, Dropout, ResBlock, …"""
+    """prefix_mlp_head.py with grounded heads: a Sequential is Dropout, ResBlock, Dropout, ResBlock, …"""
     config, tensors = config_and_tensors(directory, "hydra_lm_head.pt")
     assert (config["hydra_head_arch"], config["grounded_heads"]) == ("prefix-mlp", True)
     hidden, embedding = states(model, committed)

@@ -1,8 +1,8 @@
-"""What llama.cpp computes from a head's GGUF file, written down again from its sources (src/models/eagle3.cpp,
-src/models/dflash.cpp, common/speculative.cpp).
+"""Arithmetic of llama.cpp on a head's GGUF file, reimplemented from src/models/eagle3.cpp, src/models/dflash.cpp and
+common/speculative.cpp.
 
-Nothing of specctl is used. Every consumer drafts a chain behind `committed`, fed with the tokens of `forced`, and
-returns its logits over the target's vocabulary, one row a step, −inf where it cannot draft.
+No code of specctl is used. Every consumer drafts a chain after `committed` while being fed the tokens of `forced`. It
+returns one row of logits per step over the target's vocabulary, with −inf for tokens outside the draft vocabulary.
 """
 
 import gguf
@@ -27,7 +27,7 @@ LAYER = {
 
 
 def opened(file):
-    """(metadata without the architecture's prefix, tensors) of a file."""
+    """Return (architecture, metadata without its prefix, tensors, config) of a file."""
     reader = gguf.GGUFReader(file)
     kind = reader.fields["general.architecture"].contents()
     metadata = {name.removeprefix(f"{kind}."): field.contents() for name, field in reader.fields.items()}
@@ -48,7 +48,7 @@ def opened(file):
 
 
 class Paired(Layer):
-    """A layer whose rotary dimensions stand in pairs: ggml's type NORM."""
+    """A layer with rotary dimensions in pairs: ggml's type NORM."""
 
     def rotate(self, x, positions):
         angle = torch.outer(positions.float(), self.inv_freq)[:, None]
@@ -58,13 +58,13 @@ class Paired(Layer):
 
 
 def named(tensors, block):
-    """The tensors of a block under the names that `Layer` asks for."""
+    """Return the tensors of a block under the names that `Layer` uses."""
     return {f"{ours}.weight": tensors[f"blk.{block}.{theirs}.weight"] for theirs, ours in LAYER.items()
             if f"blk.{block}.{theirs}.weight" in tensors}  # fmt: skip
 
 
 def scattered(logits, tensors, size):
-    """`d2t` names the row of the target's vocabulary; the others stay at −inf."""
+    """Spread draft logits to the target vocabulary: `d2t` gives the target ids, all others are −inf."""
     if "d2t" not in tensors:
         return logits
     assert tensors["d2t"].dtype == torch.int64 and len(tensors["d2t"]) == len(logits)
@@ -95,8 +95,10 @@ def eagle3(file, model, committed, forced):
 
 
 def block(file, model, committed, forced, tokens):
-    """DFlash and DSpark. Features are read at the inputs of `target_layers`. One flag for all layers says whether a
-    row sees later rows of its block; windows are by layer."""
+    """DFlash and DSpark, with features from the inputs of `target_layers`.
+
+    One flag says for all layers whether a row sees later rows of its block; windows are set per layer.
+    """
     kind, metadata, tensors, config = opened(file)
     assert kind == "dflash"
     spark = "markov_w1.weight" in tensors

@@ -1,7 +1,7 @@
-"""Run by the interpreter of an environment with `speculators`: its own EAGLE-3 model on an exported directory.
+"""Run the EAGLE-3 model of `speculators` on an exported directory, with an interpreter that has the package.
 
-argv: directory, input file (features [S, 3H], tokens [S], embedding [V, H], steps, row), output file (logits
-[steps, Vd]).
+argv: directory, input file (features [S, 3H], tokens [S], embedding [V, H], steps, row), output file (logits [steps,
+Vd]).
 """
 
 import sys

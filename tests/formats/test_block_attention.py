@@ -1,4 +1,4 @@
-"""Windows and causal layers of block-parallel heads in every format: the head drafts what the engine computes."""
+"""Windows and causal layers of block-parallel heads: every format drafts what the engine computes."""
 
 import json
 from dataclasses import replace
@@ -44,8 +44,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("to", "name"), CASES)
-def test_an_engine_drafts_the_same_and_the_head_comes_back(make, ours, target, model, text, tmp_path, to, name):
-    """Catches a key that the engine does not read, a window off by one, and a causal mask on the wrong layers."""
+def test_engines_draft_the_same_and_the_head_can_be_imported_again(make, ours, target, model, text, tmp_path, to, name):
+    """Catches a key that the engine ignores, an off-by-one in the window, and a causal mask on the wrong layers."""
     drafter, place = make("dflash", **HEADS[name]), tmp_path / "out"
     if (to, name) in REFUSED:
         with pytest.raises(CheckpointError, match="only some layers of the head are causal"):
@@ -66,14 +66,14 @@ def test_an_engine_drafts_the_same_and_the_head_comes_back(make, ours, target, m
 
 
 @pytest.mark.parametrize("name", ["windows", "mixed", "dflash2 windows"])
-def test_vllms_runner_follows_the_layers(make, tmp_path, name):
-    """Catches a command that stops in vLLM's V1 runner, which cannot mix windows with full attention."""
+def test_the_vllm_command_selects_a_runner_that_supports_the_layers(make, tmp_path, name):
+    """vLLM's V1 runner cannot mix windows with full attention."""
     (command, *_) = exported(make("dflash", **HEADS[name]), "vllm", tmp_path / "out").commands
     assert command.startswith("VLLM_USE_V2_MODEL_RUNNER=1") == (name != "windows")
 
 
 def default_head(place, window, **outer):
-    """Turn an exported directory into what `speculators train` 0.9 writes for a DFlash head: keys of Qwen3Config."""
+    """Make an exported directory look like a DFlash head from `speculators train` 0.9, with keys of Qwen3Config."""
     config = json.loads((place / "config.json").read_text())
     layer = config["transformer_layer_config"]
     layer |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 28}
@@ -85,7 +85,7 @@ def default_head(place, window, **outer):
 
 @pytest.mark.parametrize("window", [64, 2048])
 def test_a_default_speculators_head_drafts_as_in_vllm(make, ours, target, model, text, tmp_path, window):
-    """Its layers are all causal with a window of 2,048: they were refused before. The notes say what differs."""
+    """All its layers are causal with a window of 2,048. The import used to refuse these heads."""
     place = export(make("dflash", own_mask=False), "speculators", tmp_path / "head")
     default_head(place, window)
     result = import_head(place, target, tmp_path / "drafter")
@@ -96,8 +96,8 @@ def test_a_default_speculators_head_drafts_as_in_vllm(make, ours, target, model,
     assert ["counts a window from each slot's own position" in note for note in result.notes] == [True]
 
 
-def test_where_vllm_runs_a_head_otherwise_than_the_package(make, ours, target, model, text, tmp_path):
-    """vLLM's dflash takes sliding_window_non_causal for all layers, and its dspark ignores it; both are named."""
+def test_notes_name_differences_between_vllm_and_speculators(make, ours, target, model, text, tmp_path):
+    """vLLM's dflash applies sliding_window_non_causal to all layers, and its dspark ignores it."""
     place = export(make("dflash", own_mask=False), "speculators", tmp_path / "one")
     change(place, sliding_window_non_causal=False)
     result = import_head(place, target, tmp_path / "causal")
@@ -136,7 +136,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("case", SPELLINGS)
 def test_spellings_of_windows_and_causality(make, target, tmp_path, case):
-    """Catches another order of precedence than vLLM's; a key that SGLang ignores has a note."""
+    """Catches a different precedence than vLLM's. A key that SGLang ignores gets a note."""
     spelling, expected, notes = SPELLINGS[case]
 
     def respell(config, tensors):
@@ -169,8 +169,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_incomplete_attention_is_refused(make, target, tmp_path, case):
-    """Catches a head that would be drafted with another mask than its engine's, or a traceback for a strange value."""
+def test_invalid_attention_keys_are_refused(make, target, tmp_path, case):
+    """Otherwise a head would draft with another mask than in its engine, or a strange value would give a traceback."""
     keys, says, right = BAD[case]
     place = export(make("dflash"), "vllm", tmp_path / "head")
     change(place, **({"use_sliding_window": True} | keys))
@@ -179,7 +179,7 @@ def test_incomplete_attention_is_refused(make, target, tmp_path, case):
     assert says in error.value.message and right in (error.value.hint or "")
 
 
-def test_a_speculators_head_has_to_say_its_causality(make, target, tmp_path):
+def test_a_speculators_head_must_state_its_causality(make, target, tmp_path):
     """Without the key, vLLM and the package disagree about a dflash head with windows."""
     place = export(make("dflash", **WINDOWS), "speculators", tmp_path / "head")
     config = json.loads((place / "config.json").read_text())
@@ -191,8 +191,8 @@ def test_a_speculators_head_has_to_say_its_causality(make, target, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["dflash", "eagle3"])
-def test_the_check_of_export_sees_another_window(make, family):
-    """Its random text is shorter than a window, so equal outputs prove nothing about the window."""
+def test_the_export_check_notices_another_window(make, family):
+    """Its random text is shorter than a window, so it must compare the architecture too."""
     options = WINDOWS if family == "dflash" else {"sliding_window": 64, "draft_vocab": 64}
     found = checkpoint.load(make(family, **options))
     head = Head(family, found.config["architecture"], found.tensors)
@@ -201,8 +201,8 @@ def test_the_check_of_export_sees_another_window(make, family):
         roundtrip.check(head, replace(head, architecture=head.architecture | {"sliding_window": 128}), 3)
 
 
-def test_the_comparison_sees_a_window_off_by_one(make, ours, model, text, tmp_path):
-    """Negative control of the engines' arithmetic."""
+def test_wrong_windows_change_the_engine_logits(make, ours, model, text, tmp_path):
+    """Negative control of the engine arithmetic."""
     drafter = make("dflash", **WINDOWS)
     exported(drafter, "vllm", tmp_path / "out")
     for wrong in ({"sliding_window": 65}, {"is_causal": False}, {"layer_types": [SLIDING, FULL]}):
@@ -213,6 +213,6 @@ def test_the_comparison_sees_a_window_off_by_one(make, ours, model, text, tmp_pa
         (tmp_path / "out/config.json").write_text(before)
 
 
-def test_the_window_is_shorter_than_the_text(text):
-    """Otherwise none of the tests above could see a window."""
+def test_the_text_is_longer_than_the_window(text):
+    """Otherwise no test of this file could notice a window."""
     assert text[1] > 75 and torch.tensor(text[0]).dim() == 1

@@ -1,4 +1,4 @@
-"""Datastores for engines: SGLang's file of texts and what it makes of them, and the commands that serve them."""
+"""Datastores for engines: the text file for SGLang, and the commands to serve a datastore."""
 
 import json
 import shlex
@@ -46,19 +46,19 @@ def option(command, name):
     return words[words.index(name) + 1]
 
 
-def test_documents_come_back_from_a_store(text, store):
+def test_a_store_returns_its_documents(text, store):
     assert [*store.documents()] == [text.tokenizer.encode(one, add_special_tokens=False) for one in TEXTS]
     assert [*Datastore.of([[]]).documents()] == [[]]
 
 
-def test_sglang_reads_the_tokens_that_the_target_wrote(text, store):
-    """It splits the file at lines, and tokenizes every string without special tokens of its own."""
+def test_sglang_tokenizes_the_corpus_to_the_stored_tokens(text, store):
+    """SGLang splits the file at lines and tokenizes each string without special tokens."""
     made = corpus.corpus_of(store, text.tokenizer)
     read = [text.tokenizer.encode(json.loads(line), add_special_tokens=False) for line in made.lines.splitlines()]
     assert read == [*store.documents()] and made.tokens == sum(map(len, read)) + 1 and not made.notes
 
 
-def test_responses_that_are_other_tokens_as_text_are_counted(text):
+def test_responses_that_tokenize_differently_are_counted(text):
     context = text.tokenizer.encode("a b c d e f g h i j k l m n o p q r s t u", add_special_tokens=False)[:LONGEST]
     whole = text.tokenizer.encode("SELECT name", add_special_tokens=False)
     apart = [token for letter in "SELECT" for token in text.tokenizer.encode(letter, add_special_tokens=False)]
@@ -66,13 +66,13 @@ def test_responses_that_are_other_tokens_as_text_are_counted(text):
     assert made.changed == 1 and len(made.texts) == 2 and "1 of 2 responses" in made.notes[0]
 
 
-def test_export_for_sglang(drafter, tmp_path, store, text):
+def test_export_for_sglang_writes_the_corpus_and_its_command(drafter, tmp_path, store, text):
     result = export(ExportRecipe(drafter=drafter, to="sglang", output_dir=tmp_path / "out"))
     (command,) = result.commands
     assert option(command, "--speculative-algorithm") == "NGRAM"
     path = option(command, "--speculative-ngram-external-corpus-path")
     assert path == str(tmp_path / "out" / corpus.FILE) and result.files == ["corpus.jsonl", "export.json"]
-    # SGLang asks for 0 < budget < draft tokens, and for a positive number of tokens of corpora.
+    # SGLang requires 0 < budget < draft tokens, and a positive number of corpus tokens
     budget, nodes = (
         option(command, f"--speculative-{name}") for name in ("ngram-external-sam-budget", "num-draft-tokens")
     )
@@ -101,7 +101,7 @@ def test_the_command_for_vllm_loads_the_directory(drafter, text, tmp_path):
     assert len(loaded.corpus.tokens) == len(Datastore.of([*loaded.corpus.documents()]).tokens)
 
 
-def test_what_makes_no_sense_is_refused(drafter, tmp_path):
+def test_options_of_heads_are_refused_for_a_store(drafter, tmp_path):
     for fields, words in (
         ({"to": "hf"}, "cannot be written for hf"),
         ({"to": "vllm", "check": True}, "--check is for heads"),
@@ -120,7 +120,7 @@ def test_a_store_of_another_tokenizer_is_refused(tmp_path, text, store):
         export(ExportRecipe(drafter=tmp_path / "store", to="sglang", output_dir=tmp_path / "out"))
 
 
-def test_a_server_that_runs_is_given_the_texts(drafter, store, text, tmp_path, monkeypatch):
+def test_a_running_server_receives_the_texts(drafter, store, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with FakeEngine(text.tokenizer, "sglang") as engine:
         engine.admin = Corpora(text.tokenizer)
@@ -134,7 +134,7 @@ def test_a_server_that_runs_is_given_the_texts(drafter, store, text, tmp_path, m
     assert not [*tmp_path.iterdir()]
 
 
-def test_heads_are_not_given_so(tmp_path, target):
+def test_heads_are_not_sent_to_a_server(tmp_path, target):
     from tests.measuring.streams import write_head
 
     head = write_head(tmp_path / "head", target, "eagle3")

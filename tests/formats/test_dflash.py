@@ -1,4 +1,4 @@
-"""Other people's block-parallel heads: spellings of the same head, and what ours cannot represent, by name."""
+"""Importing block-parallel heads: equivalent spellings give the same head, and unsupported heads are refused by key."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ DFLASH2 = {"conv_kernel_size": 2, "selector_rank": 4}
 
 @pytest.fixture
 def head(make, tmp_path):
-    """`head("vllm", change, rank=8)` → a foreign directory in which `change(config, tensors)` altered something."""
+    """Return `head(to, change, **options)`, which writes a foreign directory modified by `change(config, tensors)`."""
 
     return lambda to="vllm", change=None, **options: export(make("dflash", **options), to, tmp_path / "head", change)
 
@@ -27,7 +27,7 @@ def head(make, tmp_path):
     "options", [{}, PRUNED, MARKOV, PRUNED | MARKOV, OWN, OWN | MARKOV, CONFIDENT, DFLASH2], ids=str
 )
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
-def test_a_block_comes_back_as_it_went(head, make, target, tmp_path, to, options):
+def test_an_exported_head_is_imported_unchanged(head, make, target, tmp_path, to, options):
     result = import_head(head(to, **options), target, tmp_path / "drafter")
     assert (result.format, result.family, result.notes) == ("dflash" if to == "vllm" else to, "dflash", [])
     before, after = checkpoint.load(make("dflash", **options)), checkpoint.load(tmp_path / "drafter")
@@ -51,14 +51,14 @@ def keys_at_the_top(config, tensors):
 
 
 def as_published(config, tensors):
-    """Qwen3-8B's: a tie and a window, neither of any effect, rotary keys of transformers 5."""
+    """Spelling of Qwen3-8B: a tie and a window without effect, and rotary keys of transformers 5."""
     config |= {"tie_word_embeddings": True, "sliding_window": 4096, "use_sliding_window": False, "num_target_layers": 8}
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
     config["dflash_config"].pop("causal")
 
 
 @pytest.mark.parametrize("change", [names_of_others, keys_at_the_top, as_published])
-def test_other_spellings_of_the_same_block(head, make, target, tmp_path, change):
+def test_other_spellings_give_the_same_head(head, make, target, tmp_path, change):
     import_head(head(change=change), target, tmp_path / "drafter")
     before, after = checkpoint.load(make("dflash")), checkpoint.load(tmp_path / "drafter")
     assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
@@ -66,7 +66,7 @@ def test_other_spellings_of_the_same_block(head, make, target, tmp_path, change)
     assert after.config["architecture"]["rope_theta"] == 5000.0
 
 
-def test_a_theta_that_is_not_named_is_that_of_the_engine(head, target, tmp_path):
+def test_a_missing_rope_theta_defaults_to_the_engine_value(head, target, tmp_path):
     import_head(head(change=lambda config, tensors: config.pop("rope_theta")), target, tmp_path / "drafter")
     assert checkpoint.load(tmp_path / "drafter").config["architecture"]["rope_theta"] == 1e6
 
@@ -80,7 +80,7 @@ def without_markov(config, tensors):
     ("change", "why"),
     [(lambda config, tensors: config.update(enable_confidence_head=False), "off"), (without_markov, "Markov")],
 )
-def test_another_confidence_head_is_left_out_with_a_note(head, target, tmp_path, change, why):
+def test_an_unsupported_confidence_head_is_dropped_with_a_note(head, target, tmp_path, change, why):
     result = import_head(head(change=change, **CONFIDENT), target, tmp_path / "drafter")
     assert "confidence head" in result.notes[0] and why in result.notes[0]
     assert not any("confidence" in name for name in checkpoint.load(tmp_path / "drafter").tensors)
@@ -97,8 +97,8 @@ def with_embedding(target, row=None):
     return change
 
 
-def test_copies_of_the_targets_matrices(head, target, tmp_path):
-    """One that differs in the row of the mask alone brings the head's own; another difference is another target's."""
+def test_copies_of_target_matrices_are_recognized(head, target, tmp_path):
+    """If only the mask row of the embedding differs, it becomes the head's own mask; other differences are refused."""
     import_head(head(change=with_embedding(target), **OWN), target, tmp_path / "one")
     found = checkpoint.load(tmp_path / "one")
     assert not found.config["architecture"]["own_mask"] and "lm_head.weight" not in found.tensors
@@ -116,7 +116,7 @@ def test_copies_of_the_targets_matrices(head, target, tmp_path):
 
 @pytest.mark.parametrize("more", [64, -64])
 @pytest.mark.parametrize("options", [MARKOV | OWN, MARKOV | PRUNED | OWN], ids=str)
-def test_a_vocabulary_padded_otherwise(head, target, tmp_path, monkeypatch, options, more):
+def test_a_vocabulary_with_other_padding_is_adapted(head, target, tmp_path, monkeypatch, options, more):
     original = TargetFacts.of_target
     monkeypatch.setattr(
         TargetFacts, "of_target", lambda target: TargetFacts(**{**vars(original(target)), "num_tokens": 3000})
@@ -127,7 +127,7 @@ def test_a_vocabulary_padded_otherwise(head, target, tmp_path, monkeypatch, opti
         if "draft_vocab" not in options:
             config["draft_vocab_size"] += more
         if "t2d" in tensors:
-            del tensors["t2d"]  # of training alone
+            del tensors["t2d"]  # used in training only
             tensors["d2t"] = torch.full_like(tensors["d2t"], 7)
         for name in ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"):
             weight = tensors[name]
@@ -197,7 +197,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_our_block_cannot_represent(head, target, tmp_path, case):
+def test_unsupported_heads_are_refused_by_key(head, target, tmp_path, case):
     options, change, says, right = BAD[case]
     with pytest.raises(CheckpointError) as error:
         import_head(head(change=change, **OWN, **options), target, tmp_path / "drafter")
@@ -216,7 +216,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("case", MASKS)
-def test_masks_that_are_none(head, target, tmp_path, case):
+def test_invalid_mask_files_are_refused(head, target, tmp_path, case):
     place = head()
     content, says = MASKS[case]
     torch.save(content, place / "mask_embedding.pt")
@@ -224,21 +224,21 @@ def test_masks_that_are_none(head, target, tmp_path, case):
         import_head(place, target, tmp_path / "drafter")
 
 
-def test_a_bare_tensor_is_a_mask(head, target, tmp_path):
+def test_a_bare_tensor_is_accepted_as_a_mask(head, target, tmp_path):
     place = head()
     torch.save(torch.ones(1, 256), place / "mask_embedding.pt")
     import_head(place, target, tmp_path / "drafter")
     assert torch.equal(checkpoint.load(tmp_path / "drafter").tensors["mask_embedding"], torch.ones(256))
 
 
-def test_speculators_that_do_not_say_what_the_anchor_does(head, target, tmp_path):
-    """The package takes a missing key of dspark for true, vLLM for false."""
+def test_speculators_heads_must_state_sample_from_anchor(head, target, tmp_path):
+    """If the key is missing, the package assumes true for dspark and vLLM false."""
     place = head("speculators", without("sample_from_anchor"), **MARKOV)
     with pytest.raises(CheckpointError, match="sample_from_anchor is missing"):
         import_head(place, target, tmp_path / "drafter")
 
 
-def test_speculators_whose_anchor_drafts_nothing(head, make, target, tmp_path):
+def test_speculators_heads_may_not_sample_from_the_anchor(head, make, target, tmp_path):
     drafter = make("dflash", sample_from_anchor=False, **MARKOV)
     import_head(head("speculators", sample_from_anchor=False, **MARKOV), target, tmp_path / "drafter")
     found, before = checkpoint.load(tmp_path / "drafter"), checkpoint.load(drafter)
@@ -246,8 +246,8 @@ def test_speculators_whose_anchor_drafts_nothing(head, make, target, tmp_path):
     assert torch.equal(found.tensors["mask_embedding"], before.tensors["mask_embedding"])
 
 
-def test_every_architecture_is_claimed(head):
-    """Also of heads that are refused: by name, and not for what another format misses in them."""
+def test_every_dflash_architecture_is_detected(head):
+    """This includes architectures that are refused later, so that the error names them."""
     from specctl.formats import head_directory
 
     for name in ("DFlash2DraftModel", "DFlashLagunaForCausalLM", "Gemma4DSparkModel"):

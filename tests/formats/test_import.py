@@ -1,4 +1,4 @@
-"""Other people's heads: what is converted, what is refused and with which words, and that nothing is executed."""
+"""Importing foreign heads: conversion, refusals with their messages, and no code execution."""
 
 import os
 import pickle
@@ -33,7 +33,7 @@ FORMATS = [
 
 @pytest.fixture
 def head(make, tmp_path):
-    """`head("eagle3", "vllm", change)` → a foreign directory in which `change(config, tensors)` altered something."""
+    """Return `write(family, to, change)`, which writes a foreign directory modified by `change(config, tensors)`."""
 
     def write(family="eagle3", to="vllm", change=None, **options):
         if family == "eagle3":
@@ -44,7 +44,7 @@ def head(make, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "to", "name"), FORMATS)
-def test_a_head_comes_back_as_it_went(head, make, target, tmp_path, family, to, name):
+def test_an_exported_head_is_imported_unchanged(head, make, target, tmp_path, family, to, name):
     place = head(family, to)
     result = import_head(place, target, tmp_path / "drafter")
     assert (result.format, result.family, result.notes) == (name, family, [])
@@ -60,7 +60,7 @@ def test_a_head_comes_back_as_it_went(head, make, target, tmp_path, family, to, 
     pool.load_drafter(str(tmp_path / "drafter"), target, DraftingRecipe())
 
 
-def test_default_layers_and_whole_vocabulary_need_no_keys(head, target, tmp_path):
+def test_default_layers_and_a_full_vocabulary_need_no_keys(head, target, tmp_path):
     place = head(taps=(2, 5, 7), draft_vocab=None)
     assert "d2t" not in load_file(place / "model.safetensors")
     import_head(place, target, tmp_path / "drafter")
@@ -93,8 +93,8 @@ def zero_bias(config, tensors):
 
 
 @pytest.mark.parametrize("change", [only_nested, only_top, names_with_prefix, new_rope_keys, zero_bias])
-def test_other_spellings_of_the_same_head(head, make, target, tmp_path, change):
-    """SpecForge writes nested layer ids (one less), vLLM users top-level ones, transformers 5 other RoPE keys."""
+def test_other_spellings_give_the_same_head(head, make, target, tmp_path, change):
+    """SpecForge nests layer ids (one less), vLLM has them at the top, and transformers 5 uses other RoPE keys."""
     import_head(head(change=change), target, tmp_path / "drafter")
     found = checkpoint.load(tmp_path / "drafter")
     assert found.config["architecture"]["taps"] == list(CUSTOM)
@@ -120,8 +120,8 @@ SAME_LAYER = {
 
 @pytest.mark.parametrize("family", ["eagle3", "eagle", "peagle", "speculators"])
 @pytest.mark.parametrize("change", SAME_LAYER)
-def test_keys_of_the_target_that_say_nothing_of_the_head(head, make, target, tmp_path, family, change):
-    """Configurations that were made from the target's: SpecForge's for Qwen2.5 and Gemma, EAGLE's for Vicuna."""
+def test_leftover_keys_of_the_target_are_ignored(head, make, target, tmp_path, family, change):
+    """Configs copied from the target: SpecForge's for Qwen2.5 and Gemma, EAGLE's for Vicuna."""
     if family == "peagle" and "number" in change:
         pytest.skip("its files have several layers, and say how many")
 
@@ -141,7 +141,7 @@ def absolute(config, tensors):
     tensors["d2t"] += torch.arange(len(tensors["d2t"]))
 
 
-def test_absolute_d2t_is_converted_where_t2d_proves_it(head, make, target, tmp_path):
+def test_absolute_d2t_is_converted_if_t2d_proves_it(head, make, target, tmp_path):
     result = import_head(head(change=absolute), target, tmp_path / "drafter")
     assert "from target ids to offsets" in result.notes[0]
     original = checkpoint.load(make("eagle3", draft_vocab=300, taps=CUSTOM)).tensors
@@ -150,8 +150,8 @@ def test_absolute_d2t_is_converted_where_t2d_proves_it(head, make, target, tmp_p
 
 @pytest.mark.parametrize("draft_vocab", [300, None], ids=["pruned", "full"])
 @pytest.mark.parametrize("more", [64, -64])
-def test_a_vocabulary_padded_otherwise(head, target, tmp_path, monkeypatch, draft_vocab, more):
-    """Only rows that no token uses may differ: here the tokenizer is said to use all but the last hundred."""
+def test_a_vocabulary_with_other_padding_is_adapted(head, target, tmp_path, monkeypatch, draft_vocab, more):
+    """Only unused rows may differ; here the tokenizer uses all but the last hundred."""
     original = TargetFacts.of_target
 
     def padded(target):
@@ -168,7 +168,7 @@ def test_a_vocabulary_padded_otherwise(head, target, tmp_path, monkeypatch, draf
             tensors["lm_head.weight"] = torch.cat((weight, weight[:64])) if more > 0 else weight[:more].clone()
         else:
             member = tensors["t2d"].clone()
-            if more < 0:  # move the draft tokens out of the rows that go
+            if more < 0:  # move draft tokens out of the removed rows
                 member[-64:] = False
                 spare = (~member).nonzero().squeeze(1)[: int(tensors["t2d"][-64:].sum())]
                 member[spare] = True
@@ -269,8 +269,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_our_head_cannot_represent(head, target, tmp_path, case):
-    """Each of them would load, draft, and be rejected by the target nearly always, without a word."""
+def test_unsupported_heads_are_refused_by_key(head, target, tmp_path, case):
+    """Otherwise each would load, draft, and be rejected nearly always, without an error."""
     change, says, right = BAD[case]
     with pytest.raises(CheckpointError) as error:
         import_head(head(change=change), target, tmp_path / "drafter", format="eagle3")
@@ -296,23 +296,23 @@ TYPES = {
 
 
 @pytest.mark.parametrize("key", TYPES)
-def test_a_value_of_another_type_is_named(head, target, tmp_path, key):
-    """They were TypeErrors and AttributeErrors of ours."""
+def test_a_value_of_the_wrong_type_is_named(head, target, tmp_path, key):
+    """A wrong type used to raise TypeError or AttributeError."""
     place = head(change=lambda config, tensors: config.update({key: TYPES[key]}))
     with pytest.raises(CheckpointError, match=rf"config\.json: {key}") as error:
         import_head(place, target, tmp_path / "drafter", format="eagle3")
     assert str(place) in error.value.message
 
 
-def test_another_head_as_speculators_is_refused_by_key(head, target, tmp_path):
+def test_a_head_that_is_not_from_speculators_is_refused_by_key(head, target, tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json: speculators_model_type is None"):
         import_head(head(), target, tmp_path / "drafter", format="speculators")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
-def test_eagle31_comes_back_as_it_went(head, make, target, tmp_path, to, variant):
-    """Among the variants is what `speculators` trains by default."""
+def test_eagle31_heads_are_imported_unchanged(head, make, target, tmp_path, to, variant):
+    """One of the variants is the default of `speculators`."""
     options = {"draft_vocab": 300, "taps": CUSTOM, **VARIANTS[variant]}
     import_head(head(to=to, **options), target, tmp_path / "drafter")
     before, after = checkpoint.load(make("eagle3", **options)), checkpoint.load(tmp_path / "drafter")
@@ -324,7 +324,7 @@ def test_eagle31_comes_back_as_it_went(head, make, target, tmp_path, to, variant
 
 
 def as_of_sglang(config, tensors):
-    """What only SGLang runs: its name of the norm, and none of vLLM's."""
+    """Names that only SGLang runs: its name of the norm without vLLM's."""
     tensors["layers.1.hidden_norm.weight"] = tensors.pop("layers.1.input_layernorm.weight")
 
 
@@ -333,7 +333,7 @@ def under_both_names(config, tensors):
 
 
 @pytest.mark.parametrize("change", [as_of_sglang, under_both_names, names_with_prefix])
-def test_names_of_several_layers(head, make, target, tmp_path, change):
+def test_names_of_several_layers_are_recognized(head, make, target, tmp_path, change):
     options = {"draft_vocab": 300, "num_layers": 2}
     import_head(head(change=change, **options), target, tmp_path / "drafter")
     before, after = checkpoint.load(make("eagle3", **options)), checkpoint.load(tmp_path / "drafter")
@@ -356,7 +356,7 @@ SEVERAL = {
 
 
 @pytest.mark.parametrize("case", SEVERAL)
-def test_several_layers_that_our_head_cannot_represent(head, target, tmp_path, case):
+def test_unsupported_layers_are_refused_by_key(head, target, tmp_path, case):
     change, says, right = SEVERAL[case]
     with pytest.raises(CheckpointError) as error:
         import_head(head(change=change, draft_vocab=300, num_layers=2), target, tmp_path / "drafter")
@@ -373,13 +373,13 @@ def nested(config, tensors):
 
 
 @pytest.mark.parametrize(("key", "change"), [("fc_norm", older_name), ("norm_before_fc", nested)])
-def test_other_spellings_of_norms(head, target, tmp_path, key, change):
-    """SGLang reads an older name of fc_norm, both engines norm_before_fc below eagle_config."""
+def test_other_spellings_of_norms_are_recognized(head, target, tmp_path, key, change):
+    """SGLang has an older name for fc_norm, and both engines accept norm_before_fc inside eagle_config."""
     import_head(head(change=change, **{key: True}), target, tmp_path / "drafter")
     assert checkpoint.load(tmp_path / "drafter").config["architecture"][key] is True
 
 
-def test_an_eagle1_head_has_no_norms(head, target, tmp_path):
+def test_an_eagle1_head_with_norm_keys_is_refused(head, target, tmp_path):
     place = head("eagle", change=setting(norm_output=True))
     with pytest.raises(CheckpointError, match=r"config\.json: norm_output is True"):
         import_head(place, target, tmp_path / "drafter")
@@ -387,7 +387,7 @@ def test_an_eagle1_head_has_no_norms(head, target, tmp_path):
 
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
 @pytest.mark.parametrize("options", [{"own_embedding": True}, {"sliding_window": 64, "layers": 3}, {"fc_norm": True}])
-def test_peagle_comes_back_as_it_went(head, make, target, tmp_path, to, options):
+def test_peagle_heads_are_imported_unchanged(head, make, target, tmp_path, to, options):
     options = {"draft_vocab": 300, **options}
     import_head(head("peagle", to, **options), target, tmp_path / "drafter")
     before, after = checkpoint.load(make("peagle", **options)), checkpoint.load(tmp_path / "drafter")
@@ -399,12 +399,12 @@ def test_peagle_comes_back_as_it_went(head, make, target, tmp_path, to, options)
 
 
 def engines_names(config, tensors):
-    """What vLLM's own classes save: a prefix, a norm of features in every layer, and the older key of the token."""
+    """Names saved by vLLM's classes: an extra feature norm per layer, and the older key of the mask token."""
     config["pard_token"] = config.pop("mask_token_id")
     tensors["layers.1.hidden_norm.weight"] = torch.ones(config["hidden_size"])
 
 
-def test_peagle_by_other_names(head, make, target, tmp_path):
+def test_peagle_heads_with_vllm_names_are_imported(head, make, target, tmp_path):
     import_head(head("peagle", change=engines_names, draft_vocab=300), target, tmp_path / "drafter")
     assert checkpoint.load(tmp_path / "drafter").config["architecture"]["mask_token_id"] == 9
 
@@ -420,14 +420,14 @@ def test_peagle_by_other_names(head, make, target, tmp_path):
         (lambda config, tensors: tensors.update(mask_hidden=torch.zeros(1, 1, 5)), "mask_hidden"),
     ],
 )
-def test_a_peagle_head_that_is_none_is_refused(head, target, tmp_path, change, key):
+def test_an_invalid_peagle_head_is_refused(head, target, tmp_path, change, key):
     with pytest.raises(CheckpointError, match=key):
         import_head(head("peagle", change=change, draft_vocab=300), target, tmp_path / "drafter")
     assert not (tmp_path / "drafter").exists()
 
 
 @pytest.mark.parametrize("family", ["eagle3", "medusa"])
-def test_tensors_of_another_kind_are_named(head, target, tmp_path, family):
+def test_tensors_of_the_wrong_dtype_are_named(head, target, tmp_path, family):
     def whole_numbers(config, tensors):
         name = sorted(name for name in tensors if name.endswith("weight"))[0]
         tensors[name] = tensors[name].to(torch.int32)
@@ -438,8 +438,8 @@ def test_tensors_of_another_kind_are_named(head, target, tmp_path, family):
     assert str(place) in error.value.message and not (tmp_path / "drafter").exists()
 
 
-def test_a_damaged_pickle_is_one_line(head, target, tmp_path):
-    """`weights_only` meets broken opcodes with IndexError, KeyError, TypeError, AssertionError and others."""
+def test_a_damaged_pickle_gives_a_one_line_error(head, target, tmp_path):
+    """`weights_only` raises IndexError, KeyError, TypeError, AssertionError and others for broken opcodes."""
     place = head()
     torch.save(
         load_file(place / "model.safetensors"), place / "pytorch_model.bin", _use_new_zipfile_serialization=False
@@ -461,7 +461,7 @@ def test_a_damaged_pickle_is_one_line(head, target, tmp_path):
 
 @pytest.mark.parametrize("make_other", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_what_is_no_file_is_not_opened(head, name, make_other):
+def test_pipes_and_directories_are_not_opened(head, name, make_other):
     place = head()
     (place / name).unlink()
     make_other(place / name)
@@ -469,12 +469,12 @@ def test_what_is_no_file_is_not_opened(head, name, make_other):
         head_directory.read(place)
 
 
-def test_a_pickle_that_is_no_file_is_not_opened(tmp_path, pipe):
+def test_a_pickle_that_is_a_pipe_is_not_opened(tmp_path, pipe):
     with pytest.raises(CheckpointError, match="a named pipe, not a regular file"):
         head_directory.unpickled(pipe(tmp_path / "pytorch_model.bin"))
 
 
-def test_an_lm_that_chooses_code_is_refused(head, target, tmp_path):
+def test_an_lm_config_that_selects_code_is_refused(head, target, tmp_path):
     for key, value in {"attn_implementation": "a/b", "quantization_config": {"quant_method": "awq"}}.items():
         place = head("lm", "hf", change=lambda config, tensors: config.update({key: value}))  # noqa: B023
         with pytest.raises(CheckpointError, match=rf"config\.json: {key}") as error:
@@ -483,20 +483,20 @@ def test_an_lm_that_chooses_code_is_refused(head, target, tmp_path):
         shutil.rmtree(place)
 
 
-def test_speculators_without_the_norm_flag_are_refused(head, target, tmp_path):
-    """vLLM takes a missing flag for true; the package for false."""
+def test_speculators_heads_must_state_norm_before_residual(head, target, tmp_path):
+    """If the flag is missing, vLLM assumes true and the package false."""
     place = head(to="speculators", change=lambda config, tensors: config.pop("norm_before_residual"))
     with pytest.raises(CheckpointError, match="norm_before_residual is missing"):
         import_head(place, target, tmp_path / "drafter")
 
 
-def test_eagle1_with_a_bias_is_refused_and_its_copies_are_dropped(head, target, tmp_path):
+def test_eagle1_copies_are_dropped_and_a_bias_is_refused(head, target, tmp_path):
     def with_copies(config, tensors):
         tensors["embed_tokens.weight"] = target.model.embedding.bfloat16()
         tensors["lm_head.weight"] = target.head_weight.clone()
 
     import_head(head("eagle", "sglang", change=with_copies), target, tmp_path / "drafter")
-    (tmp_path / "head/export.json").write_text("{}")  # to be overwritten
+    (tmp_path / "head/export.json").write_text("{}")  # will be overwritten
     place = tmp_path / "head"
     tensors = load_file(place / "model.safetensors")
     save_file({**tensors, "fc.bias": tensors["fc.bias"] + 0.1}, place / "model.safetensors")
@@ -505,7 +505,7 @@ def test_eagle1_with_a_bias_is_refused_and_its_copies_are_dropped(head, target, 
 
 
 class Bomb:
-    """What a pickle can do."""
+    """A pickle that runs a command."""
 
     def __init__(self, path):
         self.path = path
@@ -526,7 +526,7 @@ def test_a_malicious_pickle_is_not_run(head, target, tmp_path, name):
     assert (tmp_path / "executed").exists(), "negative control: it does run where it is let"
 
 
-def test_a_pickle_of_tensors_is_read_once_and_safetensors_first(head, target, tmp_path):
+def test_pickled_tensors_are_read_and_safetensors_preferred(head, target, tmp_path):
     place = head()
     torch.save(load_file(place / "model.safetensors"), place / "pytorch_model.bin")
     (place / "model.safetensors").unlink()
@@ -538,7 +538,7 @@ def test_a_pickle_of_tensors_is_read_once_and_safetensors_first(head, target, tm
     import_head(place, target, tmp_path / "two")
 
 
-def test_what_is_no_head(target, tmp_path):
+def test_directories_without_a_head_are_refused(target, tmp_path):
     with pytest.raises(UsageError, match="no head directory"):
         head_directory.read(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
@@ -554,7 +554,7 @@ def test_what_is_no_head(target, tmp_path):
         head_directory.read(tmp_path)
 
 
-def test_an_lm_of_another_vocabulary_is_refused(head, target, tmp_path):
+def test_an_lm_with_a_smaller_vocabulary_is_refused(head, target, tmp_path):
     def smaller(config, tensors):
         config["vocab_size"] = 4000
         tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:4000].clone()
@@ -563,7 +563,7 @@ def test_an_lm_of_another_vocabulary_is_refused(head, target, tmp_path):
         import_head(head("lm", "hf", change=smaller), target, tmp_path / "drafter")
 
 
-def test_a_tied_lm_gets_its_own_matrix(head, target, tmp_path):
+def test_a_tied_lm_gets_a_vocabulary_matrix(head, target, tmp_path):
     def tie(config, tensors):
         config["tie_word_embeddings"] = True
         del tensors["lm_head.weight"]
@@ -573,15 +573,15 @@ def test_a_tied_lm_gets_its_own_matrix(head, target, tmp_path):
     assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
 
 
-def test_the_probe_speaks_up_about_a_head_that_drafts_nothing(head, target, tmp_path, capsys):
+def test_the_probe_warns_about_a_head_that_is_never_accepted(head, target, tmp_path, capsys):
     probe = {"prompts": 2, "max_new_tokens": 8}
     result = import_head(head(), target, tmp_path / "drafter", probe=probe)
     assert result.probe.prompts == 2 and result.probe.accept_rate < 0.05
     assert "wrong layer ids, d2t or RoPE" in capsys.readouterr().err
 
 
-def test_the_probe_is_silent_about_a_good_one(target, tmp_path, capsys):
-    """The target as its own drafter: nearly everything is accepted."""
+def test_the_probe_does_not_warn_about_a_good_head(target, tmp_path, capsys):
+    """The target as its own drafter is accepted nearly always."""
     place = tmp_path / "lm"
     place.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -591,7 +591,7 @@ def test_the_probe_is_silent_about_a_good_one(target, tmp_path, capsys):
     assert "warning" not in capsys.readouterr().err
 
 
-def test_import_writes_nothing_over_other_things(head, target, tmp_path):
+def test_an_existing_drafter_is_overwritten_only_when_asked(head, target, tmp_path):
     place = head()
     import_head(place, target, tmp_path / "drafter")
     with pytest.raises(UsageError, match="already contains a drafter"):
@@ -599,7 +599,7 @@ def test_import_writes_nothing_over_other_things(head, target, tmp_path):
     import_head(place, target, tmp_path / "drafter", overwrite=True)
 
 
-def test_the_python_function(head, tmp_path, monkeypatch):
+def test_import_head_as_a_python_function(head, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = api.import_head(head=str(head()), target__dtype="fp32", probe__prompts=1, probe__max_new_tokens=4)
     assert result.drafter == "drafters/head"

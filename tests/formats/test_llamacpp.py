@@ -1,4 +1,4 @@
-"""Heads written for llama.cpp: its arithmetic on the file gives the logits that the drafter has here."""
+"""Heads exported for llama.cpp: its arithmetic on the file gives the logits of our drafter."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def file(tmp_path_factory):
 
 @pytest.fixture
 def exact(monkeypatch):
-    """Matrices of the file in fp32: rounding to bf16 would hide small faults."""
+    """Write fp32 matrices, because rounding to bf16 would hide small errors."""
     monkeypatch.setattr(llamacpp, "_rounded", lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)
 
 
@@ -51,8 +51,8 @@ def drafted(consumer, place, model, text, **options):
 
 @pytest.mark.parametrize("options", [{}, {"norm_before_fc": True}, {"norm_before_residual": True}], ids=str)
 @pytest.mark.parametrize(("taps", "draft_vocab"), [(DEFAULT, None), (CUSTOM, 700)])
-def test_eagle3_as_llama_cpp_computes_it(make, ours, model, text, tmp_path, file, exact, taps, draft_vocab, options):
-    """Rotary dimensions in halves, offsets for ids, a tap off by one, a forgotten norm: each moves the logits."""
+def test_eagle3_logits_equal_llama_cpp(make, ours, model, text, tmp_path, file, exact, taps, draft_vocab, options):
+    """Catches rotary dimensions in halves, offsets instead of ids, an off-by-one in a tap, and an omitted norm."""
     drafter = make("eagle3", taps=taps, draft_vocab=draft_vocab, **options)
     result = export(drafter, tmp_path / "out", file)
     assert_same(drafted(llamacpp_arithmetic.eagle3, tmp_path / "out", model, text), ours(drafter))
@@ -63,8 +63,8 @@ def test_eagle3_as_llama_cpp_computes_it(make, ours, model, text, tmp_path, file
 
 @pytest.mark.parametrize("own_mask", [True, False], ids=["own mask", "target's row"])
 @pytest.mark.parametrize(("rank", "draft_vocab"), [(0, None), (0, 700), (8, None), (8, 700)])
-def test_blocks_as_llama_cpp_computes_them(make, ours, model, text, tmp_path, file, exact, rank, draft_vocab, own_mask):
-    """Layers counted from their outputs, the target's row in the masks, a slot too many: each moves the logits."""
+def test_block_logits_equal_llama_cpp(make, ours, model, text, tmp_path, file, exact, rank, draft_vocab, own_mask):
+    """Catches layers counted from their outputs, the target's row in the masks, and an extra slot."""
     drafter = make("dflash", rank=rank, draft_vocab=draft_vocab, own_mask=own_mask)
     result = export(drafter, tmp_path / "out", file)
     found = drafted(llamacpp_arithmetic.block, tmp_path / "out", model, text, tokens=result.tokens)
@@ -87,10 +87,8 @@ MIXED = {"sliding_window": 70, "layer_types": (SLIDING, FULL)}
     ],
     ids=str,
 )
-def test_windows_and_causal_blocks_as_llama_cpp_computes_them(
-    make, ours, target, model, text, tmp_path, file, exact, options
-):
-    """Catches a window without its pattern, and a causal mask that the file does not name."""
+def test_windows_and_causal_blocks_equal_llama_cpp(make, ours, target, model, text, tmp_path, file, exact, options):
+    """Catches a window without its pattern, and a causal mask missing from the file."""
     drafter = make("dflash", **options)
     result = export(drafter, tmp_path / "out", file)
     found = drafted(llamacpp_arithmetic.block, tmp_path / "out", model, text, tokens=result.tokens)
@@ -101,24 +99,24 @@ def test_windows_and_causal_blocks_as_llama_cpp_computes_them(
     assert {key for key in one.keys() | two.keys() if one.get(key) != two.get(key)} <= {"max_position_embeddings"}
 
 
-def test_llama_cpp_has_one_causal_flag_for_all_layers(make, tmp_path, file):
-    """Catches a file from which llama.cpp would draft without the causal mask of the layers with a window."""
+def test_a_head_with_only_some_causal_layers_is_refused(make, tmp_path, file):
+    """llama.cpp has one flag for all layers and would draft without the causal mask."""
     with pytest.raises(CheckpointError, match="only some layers of the head are causal") as error:
         export(make("dflash", **MIXED), tmp_path / "out", file)
     assert "--to vllm" in error.value.hint and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("named", ["out", "out/model.gguf"])
-def test_the_command_imports_what_export_wrote(make, tmp_path, file, monkeypatch, named):
-    """The command line looked for a config.json, which such a directory does not have."""
+def test_the_command_line_imports_an_exported_gguf(make, tmp_path, file, monkeypatch, named):
+    """It used to look for a config.json, which is not there."""
     monkeypatch.chdir(tmp_path)
     export(make("eagle3", taps=DEFAULT, draft_vocab=700), tmp_path / "out", file)
     assert run(["import", named, "--target", "builtin", "--no-probe"]) == 0
     assert checkpoint.family(tmp_path / "drafters" / Path(named).stem) == "eagle3"
 
 
-def test_the_comparison_sees_halves_for_pairs(make, ours, model, text, tmp_path, file, exact, monkeypatch):
-    """The negative control of both tests above."""
+def test_the_check_notices_halves_instead_of_pairs(make, ours, model, text, tmp_path, file, exact, monkeypatch):
+    """Negative control of the tests above."""
     drafter = make("eagle3", taps=DEFAULT, draft_vocab=None)
     monkeypatch.setattr(llamacpp, "in_pairs", lambda weight, heads: weight)
     with pytest.raises(CheckpointError, match="differs by"):
@@ -128,7 +126,7 @@ def test_the_comparison_sees_halves_for_pairs(make, ours, model, text, tmp_path,
     assert (found - ours(drafter)).abs().max() > 0.01
 
 
-def test_matrices_are_bf16_and_the_tokenizer_is_the_targets(make, tmp_path, file):
+def test_matrices_are_bf16_and_the_tokenizer_is_copied_from_the_target(make, tmp_path, file):
     result = export(make("eagle3", draft_vocab=64), tmp_path / "out", file)
     head, target = (gguf.GGUFReader(path) for path in (tmp_path / "out/model.gguf", file))
     kinds = {one.name: one.tensor_type.name for one in head.tensors}
@@ -141,7 +139,7 @@ def test_matrices_are_bf16_and_the_tokenizer_is_the_targets(make, tmp_path, file
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_options_that_llama_cpp_does_not_compute_are_refused_by_name(make, tmp_path, file, variant):
+def test_options_unsupported_by_llama_cpp_are_refused_by_name(make, tmp_path, file, variant):
     wrong = [name for name in UNREAD if VARIANTS[variant].get(name)]
     drafter = make("eagle3", draft_vocab=64, **VARIANTS[variant])
     if not wrong:
@@ -152,7 +150,7 @@ def test_options_that_llama_cpp_does_not_compute_are_refused_by_name(make, tmp_p
     assert "train-drafter/llama-cpp" in error.value.hint and not (tmp_path / "out").exists()
 
 
-def test_other_faults_are_refused(make, tmp_path, file):
+def test_unsupported_targets_and_heads_are_refused(make, tmp_path, file):
     with pytest.raises(CheckpointError, match="serves GGUF files") as error:
         exporting.export(
             ExportRecipe(drafter=make("eagle3", draft_vocab=64), to="llama.cpp", output_dir=tmp_path / "o")
@@ -173,7 +171,7 @@ def test_other_faults_are_refused(make, tmp_path, file):
         ("dflash", {"rank": 8, "draft_vocab": 700, "own_mask": True, "confidence": True}),
     ],
 )
-def test_a_file_can_be_imported_again(make, target, tmp_path, file, family, options):
+def test_an_exported_file_can_be_imported(make, target, tmp_path, file, family, options):
     drafter = make(family, **options)
     export(drafter, tmp_path / "out", file)
     result = import_head(
@@ -188,8 +186,8 @@ def test_a_file_can_be_imported_again(make, target, tmp_path, file, family, opti
         )
 
 
-def test_metadata_of_any_target_can_be_written(tmp_path):
-    """A tokenizer without merges has an empty array, and a file may hold integers of 64 bits: both were tracebacks."""
+def test_empty_arrays_and_large_integers_are_written(tmp_path):
+    """A tokenizer without merges has an empty array, and integers may need 64 bits. Both used to raise."""
     metadata = {
         "general.architecture": "eagle3",
         "tokenizer.ggml.merges": [],
@@ -213,7 +211,7 @@ def test_metadata_of_any_target_can_be_written(tmp_path):
         ("rope_freqs.weight", torch.ones(8), "rope_freqs"),
     ],
 )
-def test_a_damaged_file_names_its_fault(make, target, tmp_path, file, key, value, says):
+def test_a_damaged_file_names_the_bad_field(make, target, tmp_path, file, key, value, says):
     export(make("eagle3", draft_vocab=64), tmp_path / "out", file)
     found = head_directory.read(tmp_path / "out")
     config, tensors = dict(found.config), dict(found.tensors)

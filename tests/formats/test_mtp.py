@@ -1,4 +1,4 @@
-"""A fine-tuned MTP layer on its way into its target's directory and back, and to `speculators`."""
+"""Fine-tuned MTP layers are exported into a copy of the target and to `speculators`, and imported again."""
 
 import json
 import os
@@ -33,7 +33,7 @@ KINDS = {
 
 
 class Case:
-    """A target with an MTP layer, and a drafter directory with a changed one."""
+    """A target with an MTP layer, and a drafter directory with a modified layer."""
 
     def __init__(self, place, source, model, layout, options, drafter, shards):
         self.native = toys.write(place / "native", layout, source, shards=shards, **options)
@@ -76,9 +76,11 @@ def imported(place, to, target, **options):
 
 @pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_drafts_with_what_was_trained(make, tmp_path, kind, shards):
-    """The arithmetic of an engine on the exported directory gives the logits of our drafter; all else of the target is
-    as it was, and what no one edits takes no room a second time."""
+def test_an_engine_drafts_with_the_trained_layer(make, tmp_path, kind, shards):
+    """The engine arithmetic on the exported directory gives our logits.
+
+    Other tensors of the target are unchanged, and its unchanged files take no extra disk space.
+    """
     case, (_, layout, _, to, _) = make(kind, shards), KINDS[kind]
     result = export(case.drafter, to, tmp_path / "out")
     assert result.max_difference < 1e-4
@@ -105,7 +107,7 @@ def test_an_engine_drafts_with_what_was_trained(make, tmp_path, kind, shards):
 
 
 def forced_text(target, ids):
-    """Ids and what the target says greedily behind all but the last of them."""
+    """Return ids plus the target's greedy tokens after all but the last of the ids."""
     from specctl.decoding.sampling import GREEDY
     from tests.toys.decoding import decode
 
@@ -114,7 +116,7 @@ def forced_text(target, ids):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_comes_back_as_it_went(make, tmp_path, kind):
+def test_an_exported_layer_is_imported_unchanged(make, tmp_path, kind):
     case, to = make(kind), KINDS[kind][3]
     export(case.drafter, to, tmp_path / "out")
     result = imported(tmp_path / "out", tmp_path / "back", case.target)
@@ -126,8 +128,8 @@ def test_it_comes_back_as_it_went(make, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_targets_untrained_layer_is_a_drafter(make, tmp_path, kind):
-    """Importing a target's own directory: the layer to compare with, and to adapt. It loads and drafts."""
+def test_the_untrained_layer_of_a_target_can_be_imported(make, tmp_path, kind):
+    """It loads and drafts, as a baseline and as a base for adapters."""
     case = make(kind)
     imported(case.native, tmp_path / "own", case.target)
     module = pool.load_module(pool.read_drafter(tmp_path / "own", case.target), case.target)
@@ -135,8 +137,8 @@ def test_a_targets_untrained_layer_is_a_drafter(make, tmp_path, kind):
     assert all(torch.equal(t, expected.state_dict()[n]) for n, t in module.state_dict().items())
 
 
-def test_training_goes_on_from_an_export(make, tmp_path):
-    """A target whose layer was trained behind the final norm is trained there again."""
+def test_an_export_can_be_trained_further(make, tmp_path):
+    """A layer trained on states after the final norm is trained there again."""
     case = make("mimo as sglang")
     export(case.drafter, "sglang", tmp_path / "out")
     again = built(load_target(str(tmp_path / "out"), device="cpu", dtype="fp32"), str(tmp_path / "out"))
@@ -165,26 +167,26 @@ def test_commands_serve_the_directory_as_the_target(make, tmp_path):
         ("mimo", "speculators", "has layout mimo"),
     ],
 )
-def test_what_an_engine_would_compute_otherwise_is_refused(make, tmp_path, kind, to, says):
+def test_exports_that_an_engine_would_compute_differently_are_refused(make, tmp_path, kind, to, says):
     with pytest.raises(CheckpointError, match=says):
         export(make(kind).drafter, to, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_format_without_place_for_it(make, tmp_path):
+def test_formats_without_mtp_are_refused(make, tmp_path):
     with pytest.raises(UsageError, match="mtp drafters cannot be written for hf"):
         export(make("mimo").drafter, "hf", tmp_path / "out")
 
 
-def test_a_target_that_lacks_the_layer_is_refused(make, tmp_path, tiny_directory):
-    """Another copy of the target, from which somebody has taken it; nothing is left behind."""
+def test_a_target_without_the_layer_is_refused(make, tmp_path, tiny_directory):
+    """A copy of the target with the layer removed; no files are left."""
     with pytest.raises(CheckpointError, match=r"has no tensor model\.mtp_layers\.0\."):
         export(make("mimo").drafter, "vllm", tmp_path / "out", target={"name": tiny_directory("qwen2")})
     assert not list(tmp_path.iterdir())
 
 
-def test_speculators_there_and_back(make, tmp_path):
-    """Under the names of the package, with the keys its configuration asks for."""
+def test_speculators_export_is_imported_unchanged(make, tmp_path):
+    """With the tensor names of the package and its required config keys."""
     case = make("qwen")
     result = export(case.drafter, "speculators", tmp_path / "out", tokens=3)
     assert result.commands == [f"speculators stitch-mtp {tmp_path / 'out'} {case.native}"]
@@ -208,7 +210,7 @@ def test_speculators_there_and_back(make, tmp_path):
         (lambda t: {n: x for n, x in t.items() if "q_norm" not in n}, "k_norm|q_norm"),
     ],
 )
-def test_other_layers_of_speculators_are_refused(make, tmp_path, change, says):
+def test_unsupported_speculators_layers_are_refused(make, tmp_path, change, says):
     case = make("qwen")
     export(case.drafter, "speculators", tmp_path / "out")
     file = tmp_path / "out/model.safetensors"
@@ -219,8 +221,7 @@ def test_other_layers_of_speculators_are_refused(make, tmp_path, change, says):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_check_sees_every_tensor(make, kind):
-    """Of a head read back otherwise, the difference is never small."""
+def test_the_export_check_notices_a_change_in_any_tensor(make, kind):
     head = Head("mtp", make(kind).module.config.to_dict(), make(kind).module.state_dict())
     for name, tensor in head.tensors.items():
         other = Head("mtp", head.architecture, head.tensors | {name: tensor + 0.1 * torch.randn_like(tensor)})

@@ -1,4 +1,4 @@
-"""The `speculators` package's own model on an exported directory: not our reading of it, but it."""
+"""Exported heads in the model of the `speculators` package itself."""
 
 import os
 import subprocess
@@ -28,8 +28,8 @@ PYTHON = os.environ.get("SPECCTL_SPECULATORS_PYTHON")
     ],
     ids=str,
 )
-def test_the_package_computes_what_the_drafter_computes_here(make, ours, model, text, tmp_path, options):
-    """Windows that the text is longer than are left out: later steps of the package's training see k tokens more."""
+def test_the_speculators_model_computes_our_logits(make, ours, model, text, tmp_path, options):
+    """Without windows shorter than the text, because later steps of the package's training see k more tokens."""
     drafter, place = make("eagle3", **options), tmp_path / "out"
     exporting.export(ExportRecipe(drafter=drafter, to="speculators", output_dir=place))
     ids, committed = text
