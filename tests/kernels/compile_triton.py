@@ -1,7 +1,7 @@
-"""Compile every Triton kernel for a GPU that need not be there: V STRIDE DTYPE CAPABILITY. A JSON line for each.
+"""Compile every Triton kernel for a GPU that may be absent: V STRIDE DTYPE CAPABILITY. Prints one JSON line per kernel.
 
-Run by test_triton in a process of its own. Launches go through Triton's own binder, which sees what it would see on a
-GPU: pointers and integers that are multiples of 16, integers that are 1. They compile, and compute nothing.
+Run by test_triton in a separate process. Launches go through Triton's own binder, with arguments specialized as on a
+GPU: aligned pointers, integers divisible by 16, and integers equal to 1. Kernels are compiled and not run.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 
 class Absent:
-    """The driver of a GPU that is not there."""
+    """The driver of an absent GPU."""
 
     def get_current_target(self):
         return GPUTarget("cuda", CAPABILITY, 32)
@@ -60,19 +60,19 @@ def compile_only(kernel, *args, grid, warmup, **options):
     row = {
         "kernel": " ".join((kernel.fn.__name__, *variant)),
         "registers": int(used["REG"]),
-        "stack": int(used["STACK"]) + int(used["LOCAL"]),  # where spilled registers go, too
+        "stack": int(used["STACK"]) + int(used["LOCAL"]),  # includes spilled registers
         "gathers": constants.get("MAPPED", False),
         "threads": 32 * compiled.metadata.num_warps,
         "shared": compiled.metadata.shared,
         "code": hashlib.sha256(compiled.asm["cubin"]).hexdigest(),
-        "loads": {str(width): widths.count(width) for width in sorted(set(widths))},  # bits of a load → how many
+        "loads": {str(width): widths.count(width) for width in sorted(set(widths))},  # number of loads by width in bits
     }
     print(json.dumps(row))
 
 
 run, JITFunction.run = JITFunction.run, compile_only
 driver.set_active(Absent())
-torch.Tensor.new_empty = lambda self, *size, **options: self.new_zeros(*size, **options)  # results that are used as ids
+torch.Tensor.new_empty = lambda self, *size, **options: self.new_zeros(*size, **options)  # some become indices
 
 count = 3
 x = torch.zeros(count + 1, STRIDE, dtype=DTYPE)[:, :VOCABULARY]
@@ -92,7 +92,7 @@ for rule in reference.RULES:
 for objective in OBJECTIVES:
     teacher = zeros if objective == "ce" else x.float() if x.dtype == torch.bfloat16 else x
     triton_backend.distill_rows(x, teacher, ones, objective)
-half = {torch.float64: torch.float16}.get(DTYPE, DTYPE)  # which attention does not know
+half = {torch.float64: torch.float16}.get(DTYPE, DTYPE)  # attention does not support fp64
 HEADS, GROUPS, CONTEXT = 8, 4, 4096
 for dim, steps in itertools.product((64, 96, 128), (1, 8, 16, 49)):
     store = torch.zeros(1, CONTEXT + steps, 2 * HEADS, dim, dtype=half)
@@ -110,7 +110,7 @@ for hidden, inner, heads, dim, normed in ((4096, 14336, 32, 128, False), (5120, 
     norms = [weight[:dim].clone() if normed else None] * 2
     cached = torch.zeros(1, 64, 2 * HEADS, dim, dtype=half)
     triton_backend.rope_and_cache(qkv, table, table, places, slots, cached, *norms, 1e-5)
-if half.itemsize == 2:  # fp32 stays with PyTorch
+if half.itemsize == 2:  # fp32 uses PyTorch
     for dim, groups in itertools.product((64, 96, 128), (1, 4)):
         q, key = torch.zeros(count, HEADS, groups, dim, dtype=half), torch.zeros(CONTEXT, HEADS, dim, dtype=half)
         span = torch.zeros(2, count, dtype=torch.int32).unbind()

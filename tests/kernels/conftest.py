@@ -1,4 +1,4 @@
-"""Tests that take a `backend` run on every one; Triton's in a process of its own (test_triton)."""
+"""Tests with a `backend` argument run on every backend; for Triton in a separate process (test_triton)."""
 
 import os
 from collections import Counter
@@ -22,8 +22,8 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Triton's interpreter takes a hundred times as long as compiled code: of a test with many parameters it runs every
-    sixth case, and the others with the slow tests."""
+    """Mark five of six cases as slow under Triton's interpreter, which takes a hundred times as long as compiled
+    code."""
     if not INTERPRETED:
         return
     cases = Counter()
@@ -36,9 +36,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def device_functions_prepared_once():
-    """Triton's interpreter replaces the operations of its language whenever a kernel calls a device function. To look
-    for them takes longer than the function, and after the first call all are replaced: by the launch of the kernel, or
-    for good."""
+    """Let Triton's interpreter patch each device function once.
+
+    It patches the language at every call of a device function, which takes longer than the function itself.
+    """
     if not INTERPRETED:
         yield
         return
@@ -59,7 +60,7 @@ def device_functions_prepared_once():
 
 @pytest.fixture(scope="session")
 def products_of_bf16():
-    """Triton's interpreter keeps bf16 as integers, and multiplies those: its products are given floats instead."""
+    """Give products float inputs: Triton's interpreter stores bf16 as integers and would multiply those."""
     if not INTERPRETED:
         yield
         return

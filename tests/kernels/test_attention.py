@@ -1,4 +1,4 @@
-"""Attention over cached slots against its formula: trees, chains, windows, texts of any length, every grouping."""
+"""Attention over cached slots agrees with SDPA: trees, chains, windows, texts of any length, all head groupings."""
 
 import itertools
 
@@ -15,7 +15,7 @@ CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 def random_bits(batch, reach, generator):
-    """[B, reach] ancestors of random trees: every row continues one before it, or the text."""
+    """Return ancestor bits [B, reach] of random trees: each row continues an earlier row or the text."""
     bits = torch.zeros(batch, reach, dtype=torch.int64)
     for b, row in itertools.product(range(batch), range(reach)):
         parent = int(torch.randint(-1, row, (), generator=generator)) if row else -1
@@ -24,8 +24,10 @@ def random_bits(batch, reach, generator):
 
 
 def case(base, rows, groups=4, kv=2, dim=64, dtype=torch.float32, reach=None, tree=True, window=None, seed=0):
-    """q, a layer's cache and ancestry. The queries lie beside keys and values, as a layer's projection makes them;
-    slots that nobody may read are NaN."""
+    """Return q, a layer's cache, ancestry and span.
+
+    q is a view into one tensor with keys and values, as from a layer's projection. Slots that must not be read are NaN.
+    """
     generator = torch.Generator().manual_seed(seed)
     batch, reach = len(base), reach or rows
     q = torch.randn(batch, rows, (groups + 2) * kv, dim, generator=generator).to(dtype)[:, :, : groups * kv]
@@ -41,7 +43,7 @@ def case(base, rows, groups=4, kv=2, dim=64, dtype=torch.float32, reach=None, tr
 
 
 def in_pages(store, seed=0):
-    """The same cache in a pool whose pages the texts have in a random order, and the table; other pages are NaN."""
+    """Return the cache as a pool of pages in random order, and its page table; unused pages are NaN."""
     batch, capacity = store.shape[:2]
     width = -(-capacity // PAGE)
     order = torch.randperm(2 * batch * width, generator=torch.Generator().manual_seed(seed))
@@ -52,7 +54,7 @@ def in_pages(store, seed=0):
 
 
 def by_sdpa(q, store, ancestry, span, scale):
-    """Text by text, with the mask; NaN behind a text's end is not read."""
+    """Attend text by text with SDPA and a mask, without the slots after the end of a text."""
     rows, heads, dim = q.shape[1:]
     out = []
     for b, start in enumerate(ancestry.base.tolist()):
@@ -92,7 +94,7 @@ CASES = {
 
 
 HALVES = {"one row": torch.bfloat16, "ragged": torch.float16, "window": torch.bfloat16, "odd heads": torch.float16}
-LARGE = {"forty-nine", "to the last bit", "many chain rows"}  # slow in the interpreter in fp32, whose tiles are small
+LARGE = {"forty-nine", "to the last bit", "many chain rows"}  # small fp32 tiles are slow in the interpreter
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ LARGE = {"forty-nine", "to the last bit", "many chain rows"}  # slow in the inte
     + [(name, torch.bfloat16) for name in ("forty-nine", "many chain rows")],
     ids=str,
 )
-def test_it_is_sdpa(backend, name, dtype):
+def test_attention_equals_sdpa(backend, name, dtype):
     q, store, ancestry, span = case(**CASES[name], dtype=dtype)
     expected = by_sdpa(q, store, ancestry, span, 0.2)
     found = backend.attention(q, store if INTERPRETED else store.nan_to_num(), ancestry, span, 0.2)
@@ -124,13 +126,13 @@ PAGED = {
 
 
 @pytest.mark.parametrize("name", PAGED)
-def test_pages_are_where_the_table_says(backend, name):
-    """Pages in any order, of which no other page may be read; that of a neighbour would show."""
+def test_paged_attention_follows_the_page_table(backend, name):
+    """Pages are in random order; reading a wrong page would give NaN or other values."""
     dtype = torch.bfloat16 if name == "window" else torch.float32
     q, store, ancestry, span = case(**PAGED[name], dtype=dtype)
     expected = by_sdpa(q, store, ancestry, span, 0.2)
     pool, table = in_pages(store)
-    if not INTERPRETED:  # plain PyTorch multiplies what is hidden by zero
+    if not INTERPRETED:  # plain PyTorch multiplies masked values by zero, and NaN would survive
         pool = pool.nan_to_num()
     found = backend.attention(q, pool, ancestry, span, 0.2, table)
     torch.testing.assert_close(found.double(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
@@ -138,7 +140,7 @@ def test_pages_are_where_the_table_says(backend, name):
     assert table.shape[1] == 1 or not torch.allclose(wrong.double(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 
-def test_every_slot_of_a_text_has_its_place():
+def test_pages_hold_every_slot_of_every_text_once():
     store = torch.randn(3, 150, 2, 4)
     pool, table = in_pages(store)
     assert torch.equal(gather_pages(pool, table, 150), store) and torch.equal(
@@ -147,8 +149,8 @@ def test_every_slot_of_a_text_has_its_place():
     assert len(slots_of(table, torch.arange(150).expand(3, -1)).unique()) == 450, "no two texts share a slot"
 
 
-def test_a_row_of_a_step_alone():
-    """`Ancestry.row`: of trees, chains and windows, with rows of earlier levels before those of the step."""
+def test_ancestry_row_selects_one_row():
+    """For trees, chains and windows, also with rows of earlier levels."""
     for how in (dict(), dict(tree=False), dict(window=9), dict(tree=False, reach=8)):
         _, _, ancestry, span = case([20, 0, 7], 5, **how)
         allowed, index = ancestry.allowed(5, span), torch.tensor([4, 0, 2])

@@ -1,4 +1,4 @@
-"""The one dispatch point: by device, overridden by SPECCTL_KERNELS."""
+"""Kernels are dispatched by device, unless SPECCTL_KERNELS overrides it."""
 
 import inspect
 import subprocess
@@ -17,15 +17,15 @@ FUNCTIONS = [
 ]
 
 
-def test_device_decides(monkeypatch):
+def test_the_device_selects_the_backend(monkeypatch):
     monkeypatch.delenv("SPECCTL_KERNELS", raising=False)
     assert kernels.backend("cpu") == "cpu"
     assert kernels.backend("cuda") == ("triton" if kernels.TRITON else "reference")
     assert kernels.backend("mps") == "reference"
 
 
-def test_triton_reads_a_cpu_in_its_interpreter_only(monkeypatch):
-    """Seeds live on the CPU whatever the device: SPECCTL_KERNELS=triton must not break their uniforms."""
+def test_triton_runs_on_a_cpu_only_in_its_interpreter(monkeypatch):
+    """Seeds always live on the CPU, so SPECCTL_KERNELS=triton must not break their uniforms."""
     monkeypatch.setenv("SPECCTL_KERNELS", "triton")
     monkeypatch.setattr(kernels, "TRITON", True)
     for interpret, name in (("0", "cpu"), ("1", "triton")):
@@ -34,15 +34,15 @@ def test_triton_reads_a_cpu_in_its_interpreter_only(monkeypatch):
         assert kernels.backend("cuda") == "triton"
 
 
-def test_triton_asked_for_and_missing(monkeypatch):
+def test_missing_triton_is_an_error_if_requested(monkeypatch):
     monkeypatch.setenv("SPECCTL_KERNELS", "triton")
     monkeypatch.setattr(kernels, "TRITON", False)
     with pytest.raises(ImportError, match="Triton is not installed"):
         kernels.argmax(torch.zeros(1, 2))
 
 
-def test_the_package_never_imports_triton_by_itself():
-    """Slow to import, and not there on every machine."""
+def test_using_kernels_does_not_import_triton():
+    """Triton is slow to import and not installed everywhere."""
     code = (
         "import sys, torch\nfrom specctl import kernels\nkernels.argmax(torch.zeros(1, 2))\n"
         "sys.exit('specctl.kernels.triton_backend' in sys.modules)"
@@ -50,7 +50,7 @@ def test_the_package_never_imports_triton_by_itself():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_environment_overrides(monkeypatch):
+def test_the_environment_overrides_the_backend(monkeypatch):
     called = []
     for name, module in (("cpu", cpu), ("reference", reference)):
         monkeypatch.setattr(module, "walk_tree", lambda *_, name=name: called.append(name))

@@ -1,4 +1,4 @@
-"""The fused distillation loss against its formulas: value and gradients by autograd."""
+"""The fused distillation loss agrees with its formulas in value and gradients."""
 
 import pytest
 import torch
@@ -33,8 +33,8 @@ def seed():
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_rows_are_their_formula(monkeypatch, backend, objective):
-    """More rows than one part, one-hot teachers, weights that differ."""
+def test_losses_and_gradients_equal_their_formulas(monkeypatch, backend, objective):
+    """With several parts, one-hot teachers and unequal weights."""
     monkeypatch.setattr(cpu, "CACHED", 7 * VD)
     logits = torch.randn(N, VD, requires_grad=True)
     teacher = torch.randn(N, VD).mul_(4).softmax(-1)
@@ -53,8 +53,8 @@ def test_rows_are_their_formula(monkeypatch, backend, objective):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [1, 2, 33, 8193])
-def test_rows_are_those_of_the_reference(backend, objective, dtype, vocabulary):
-    """Rows of several blocks, and rows that are part of wider ones; bf16 gradients agree to a last place."""
+def test_losses_and_gradients_equal_the_reference(backend, objective, dtype, vocabulary):
+    """Rows span several blocks or are slices of wider rows; bf16 gradients agree to the last place."""
     wide = (torch.randn(3, vocabulary + 5) * 3).to(dtype)
     teacher = torch.randn(3, vocabulary).mul_(3).softmax(-1)
     teacher = teacher.argmax(-1) if objective == "ce" else teacher
@@ -70,14 +70,14 @@ def test_rows_are_those_of_the_reference(backend, objective, dtype, vocabulary):
 
 
 @pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name not in ("ce", "soft_ce")])
-def test_divergences_vanish_where_the_drafter_is_the_target(objective):
+def test_divergences_vanish_if_drafter_and_target_agree(objective):
     rows = torch.randn(9, 31)
     losses = reference.distill_rows(rows, rows.softmax(-1), torch.ones(9), objective)
     torch.testing.assert_close(losses, torch.zeros(9), atol=1e-5, rtol=0)
 
 
 def problem(bias, kind):
-    """Hidden states, head, bias, teacher (its rows in three forms), places and shares."""
+    """Return hidden states, head, bias, teacher (rows in one of three forms), row indices and shares."""
     hidden, weight = torch.randn(N, H, requires_grad=True), (torch.randn(VD, H) * 0.2).requires_grad_()
     offset = torch.randn(VD, requires_grad=True) if bias else None
     states, head = torch.randn(R, 11), torch.randn(VD, 11)
@@ -92,8 +92,8 @@ def problem(bias, kind):
 @pytest.mark.parametrize("part", [1, 5 * VD, 2**23])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("kind", "objective"), [("hidden", "soft_ce"), ("probabilities", "log_tv"), ("tokens", "ce")])
-def test_it_is_the_loss_of_a_linear_layer(monkeypatch, kind, objective, bias, part):
-    """In parts of any size; teacher rows used several times or never; rows without a share."""
+def test_linear_distill_equals_the_loss_of_a_linear_layer(monkeypatch, kind, objective, bias, part):
+    """With parts of any size, teacher rows used several times or never, and rows with share 0."""
     monkeypatch.setitem(distill.PART, "cpu", part)
     hidden, weight, offset, teacher, at, share = problem(bias, kind)
     leaves = [leaf for leaf in (hidden, weight, offset) if leaf is not None]
@@ -123,7 +123,7 @@ def test_a_frozen_head_and_frozen_states_get_no_gradient():
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_a_batch_of_which_nothing_counts(kept):
+def test_a_batch_without_weight_has_zero_loss_and_gradients(kept):
     hidden, weight, _, teacher, at, share = problem(False, "hidden")
     total, losses = linear_distill(hidden[:kept], weight, None, teacher, at[:kept], share[:kept] * 0, "soft_ce")
     total.backward()
@@ -131,8 +131,8 @@ def test_a_batch_of_which_nothing_counts(kept):
     assert weight.grad.abs().max() == 0
 
 
-def test_products_run_in_the_dtype_of_autocast():
-    """fp32 weights, bf16 products, gradients in fp32."""
+def test_products_run_in_the_autocast_dtype():
+    """fp32 weights, bf16 products, fp32 gradients."""
     hidden, weight, _, teacher, at, share = problem(False, "hidden")
     exact, _ = linear_distill(hidden, weight, None, teacher, at, share, "soft_ce")
     with torch.autocast("cpu", torch.bfloat16):
@@ -143,8 +143,8 @@ def test_products_run_in_the_dtype_of_autocast():
     torch.testing.assert_close(total, exact, rtol=2e-2, atol=0)
 
 
-def test_the_logits_are_never_there_at_once(monkeypatch):
-    """Negative control: with one part they are."""
+def test_the_logits_are_never_stored_as_a_whole(monkeypatch):
+    """Negative control: with a single part they are."""
     largest = []
 
     def linear(*args):

@@ -1,4 +1,4 @@
-"""The feedback statistics: their formulas in fp64, their edges, and what they promise."""
+"""The feedback statistics agree with their formulas in fp64, including edge cases."""
 
 import math
 
@@ -17,7 +17,7 @@ def rows_of(backend, x, temperature=1.0, top_k=0):
 
 
 def one_row(p, q, x):
-    """The formulas on two lists of probabilities over the same tokens, in Python."""
+    """Compute the statistics of two lists of probabilities over the same tokens in Python."""
 
     def log(value):
         return math.log(max(value, TINY))
@@ -36,7 +36,7 @@ def one_row(p, q, x):
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 3), (0.0, 0)])
-def test_statistics_are_their_formulas(backend, temperature, top_k):
+def test_statistics_equal_their_formulas(backend, temperature, top_k):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 7, generator=generator, dtype=F64) * 2
     whole, part = (torch.randn(5, size, generator=generator, dtype=F64) * 2 for size in (7, 4))
@@ -56,8 +56,8 @@ def test_statistics_are_their_formulas(backend, temperature, top_k):
             assert float(statistics.entropy[row]) == pytest.approx(entropy, abs=1e-9)
 
 
-def test_a_drafter_that_is_the_target(backend):
-    """Nothing is rejected; and as a control, with another temperature something is."""
+def test_a_drafter_equal_to_the_target_is_never_rejected(backend):
+    """Negative control: another temperature is rejected sometimes."""
     x = torch.randn(3, 300, generator=torch.Generator().manual_seed(1), dtype=F64)
     best = x.argmax(-1)
     drafts = [DraftRows(x), DraftRows(x, torch.arange(300)), DraftRows(x, inv_temp=torch.full((3,), 2.0))]
@@ -69,7 +69,7 @@ def test_a_drafter_that_is_the_target(backend):
     assert (got.accept[2] < 0.95).all() and (got.kl[2] > 0.01).all()
 
 
-def test_disjoint_supports_are_finite(backend):
+def test_disjoint_supports_give_finite_statistics(backend):
     x = torch.full((1, 4), -torch.inf)
     x[0, :2] = 0.0
     drafts = [DraftRows(torch.zeros(1, 2), torch.tensor([2, 3]))]
@@ -82,8 +82,8 @@ def test_disjoint_supports_are_finite(backend):
     )
 
 
-def test_rows_that_are_no_distribution_are_marked(backend):
-    """A NaN logit alone is a token less; a row of them is NaN, for that drafter and that row only."""
+def test_invalid_rows_give_nan(backend):
+    """A single NaN logit only removes its token; a row of NaN gives NaN for that drafter and row."""
     x, z = torch.zeros(3, 3), torch.zeros(3, 3)
     x[0], z[1], z[2, 2] = torch.nan, -torch.inf, torch.nan
     drafts = [DraftRows(z), DraftRows(torch.zeros(3, 3))]
@@ -93,8 +93,8 @@ def test_rows_that_are_no_distribution_are_marked(backend):
     assert got.q_x[0, 2] == 0.5
 
 
-def test_a_later_call_leaves_earlier_results_alone(backend):
-    """Buffers outlive a call: no result may lie in one, whatever sizes and precisions come next."""
+def test_a_later_call_keeps_earlier_results(backend):
+    """Results must not lie in reused buffers, for any later sizes and dtypes."""
     generator = torch.Generator().manual_seed(2)
 
     def call(rows, vocabulary, dtype):
@@ -115,7 +115,7 @@ def test_a_later_call_leaves_earlier_results_alone(backend):
         assert torch.equal(field, before)
 
 
-def test_no_drafters_no_rows(backend):
+def test_empty_inputs_are_supported(backend):
     for count in (0, 2):
         rows = reference.row_params(
             torch.zeros(count, 4), torch.ones(count), torch.zeros(count).long(), torch.ones(count)
@@ -129,7 +129,7 @@ def test_no_drafters_no_rows(backend):
 
 @pytest.mark.parametrize("vocabulary", [4096, 5003])
 def test_many_drafters_at_once(backend, vocabulary):
-    """More than a program holds in one tile; with and without a draft vocabulary, whose tokens may be missing."""
+    """More drafters than fit in one tile, with and without draft vocabularies."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, vocabulary, generator=generator)
     tokens = torch.tensor([0, vocabulary - 1])

@@ -1,4 +1,4 @@
-"""The fused operations of a layer against what a lean layer does with one operation after another."""
+"""The fused operations of a layer agree with separate operations."""
 
 import itertools
 
@@ -20,8 +20,8 @@ DTYPES = pytest.mark.parametrize("dtype", CLOSE, ids=str)
 
 @DTYPES
 @pytest.mark.parametrize("size", [1, 33, 48, 576, 1000, 4096, 5120])
-def test_the_residual_and_its_norm(backend, size, dtype):
-    """Sizes that are no powers of two; a row of zeros, whose norm is ε's alone."""
+def test_add_rms_norm_equals_addition_and_norm(backend, size, dtype):
+    """Covers sizes that are not powers of two, and a row of zeros."""
     torch.manual_seed(0)
     x, delta, norm = torch.randn(3, size), torch.randn(3, size).to(dtype), RMSNorm(torch.rand(size) + 0.5, 1e-5, dtype)
     x[1], delta[1] = 0, 0
@@ -29,15 +29,15 @@ def test_the_residual_and_its_norm(backend, size, dtype):
     total, y = backend.add_rms_norm(x, delta, norm.weight, norm.eps)
     assert torch.equal(total, x + delta) and total.dtype == torch.float32 and y.dtype == dtype
     torch.testing.assert_close(y, norm(x + delta), rtol=CLOSE[dtype], atol=CLOSE[dtype])
-    assert torch.equal(x, before[0]) and torch.equal(delta, before[1])  # taps keep them
+    assert torch.equal(x, before[0]) and torch.equal(delta, before[1])  # taps keep the inputs
 
 
 @DTYPES
 @pytest.mark.parametrize("size", [1, 33, 512, 1500])
-def test_the_gate(backend, size, dtype):
+def test_silu_and_mul_equals_silu_times_up(backend, size, dtype):
     torch.manual_seed(0)
     x = (4 * torch.randn(3, 2 * size)).to(dtype)
-    x[0, 0], x[1, 0] = -200, 200  # whose exponentials are too large, or nothing
+    x[0, 0], x[1, 0] = -200, 200  # exponentials overflow or vanish
     gate, up = x.float().chunk(2, -1)
     found = backend.silu_and_mul(x)
     assert found.dtype == dtype
@@ -45,12 +45,12 @@ def test_the_gate(backend, size, dtype):
 
 
 def tree_plan(base, rows, span):
-    """Rows whose slots and positions differ, known on the device alone."""
+    """A plan with different slots and positions, known only on the device."""
     visible = torch.eye(rows, dtype=torch.bool).expand(len(base), -1, -1)
     return plan_at(torch.tensor(base), visible, torch.arange(rows) // 2, span=span, dtype=torch.float32)
 
 
-CASES = {  # heads of queries and of keys, their size, cached rows of each text, rows
+CASES = {  # query heads, key heads, head size, cached rows per text, rows
     "one row": (4, 4, 64, [30], 1),
     "ragged": (6, 2, 64, [0, 19, 5], 3),
     "odd heads": (14, 2, 80, [3, 11], 2),
@@ -58,14 +58,14 @@ CASES = {  # heads of queries and of keys, their size, cached rows of each text,
     "wide": (32, 8, 128, [2, 9], 2),
     "small": (3, 1, 12, [8], 4),
 }
-FULL = 33  # slots of each cache: the last step of "one row" and of "to the end" fills them
+FULL = 33  # slots per cache; the last step of "one row" and of "to the end" fills them
 
 
 @DTYPES
 @pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize(("name", "where"), [*itertools.product(CASES, ("host", "device")), ("ragged", "to the end")])
-def test_queries_turn_and_keys_and_values_are_kept(backend, name, where, normed, dtype):
-    """As norms, `Rope.rotate` and `KVCache.write` do one after another; no other slot is touched."""
+def test_rope_and_cache_equals_separate_operations(backend, name, where, normed, dtype):
+    """Compare with norms, `Rope.rotate` and `KVCache.write`; other slots stay unchanged."""
     torch.manual_seed(0)
     heads, kv, dim, base, rows = CASES[name]
     if where == "to the end":
@@ -98,8 +98,8 @@ def test_queries_turn_and_keys_and_values_are_kept(backend, name, where, normed,
     assert torch.equal(qkv, before)
 
 
-def test_a_row_does_not_depend_on_its_neighbours(backend):
-    """Plain decoding runs it alone, verification among others: bit for bit the same."""
+def test_a_row_does_not_depend_on_other_rows(backend):
+    """Bit for bit, because plain decoding runs a row alone and verification runs it in a batch."""
     torch.manual_seed(0)
     x, delta, weight = torch.randn(5, 100), torch.randn(5, 100), torch.rand(100)
     whole = backend.add_rms_norm(x, delta, weight, 1e-5)[1]
@@ -107,8 +107,8 @@ def test_a_row_does_not_depend_on_its_neighbours(backend):
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_the_trial_passes_what_is_right_and_sees_what_is_not(backend, normed):
-    """Keys in another slot, or gates in the place of what they are multiplied with."""
+def test_the_self_check_accepts_right_layers_and_refuses_wrong_ones(backend, normed):
+    """Wrong layers write keys to other slots, or swap the gate with its factor."""
     shape = (CPU, torch.bfloat16, LayerShape(48, 64, 4, 2, 16, normed))
     assert self_check.layer_mismatch(backend, *shape) is None
 

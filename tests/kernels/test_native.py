@@ -1,4 +1,4 @@
-"""The C++ step is as exact as PyTorch, and a row has the same bits whatever stands beside it."""
+"""The C++ step is as exact as PyTorch, and a row has the same bits in any batch."""
 
 import subprocess
 import threading
@@ -23,7 +23,7 @@ needed = pytest.mark.skipif(native.library() is None, reason="no AVX2, or no C++
 WIDE = SIZES | {"hidden_size": 96, "head_dim": 32, "intermediate_size": 160, "num_attention_heads": 12}
 KINDS = {
     "llama": ("LlamaConfig", WIDE | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
-    "qwen2": ("Qwen2Config", WIDE | {"num_key_value_heads": 2}),  # six queries a key: more than share it
+    "qwen2": ("Qwen2Config", WIDE | {"num_key_value_heads": 2}),  # six queries per key, more than one group
     "qwen3": ("Qwen3Config", WIDE | {"num_key_value_heads": 12, "vocab_size": 301}),
 }
 PROMPT = 21
@@ -34,7 +34,7 @@ SUPPORTED = native.instructions()
 
 @pytest.fixture(scope="module", params=SUPPORTED)
 def instructions(request):
-    """The C++ step with each kind of instructions that this processor has."""
+    """Run with each instruction set that this processor supports."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "instructions", lambda: [request.param])
         yield request.param
@@ -42,7 +42,7 @@ def instructions(request):
 
 @pytest.fixture(scope="module", params=KINDS)
 def three(request, instructions, tmp_path_factory):
-    """The target with the C++ step, without it, and in fp32 with the same weights."""
+    """Return the target with the C++ step, without it, and in fp32 with the same weights."""
     place = write_tiny(tmp_path_factory.mktemp("native") / request.param, *KINDS[request.param])
     AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16).save_pretrained(place)
     target, plain, exact = (load_target(str(place), device="cpu", dtype=dtype) for dtype in ("bf16", "bf16", "fp32"))
@@ -52,7 +52,7 @@ def three(request, instructions, tmp_path_factory):
 
 
 def stepped(target, base, rows, taps=(0, 1, 2), **tree):
-    """Logits, states and keys of `rows` [B, T] after prompts of `base` tokens."""
+    """Step `rows` [B, T] after prompts of `base` tokens; return logits, states, taps and the cache."""
     texts = torch.arange(len(base) * PROMPT).view(len(base), -1) * 7 % target.vocab_size
     cache = target.new_cache(len(base), 64)
     for b, count in enumerate(base):
@@ -69,8 +69,8 @@ DEPTH = torch.tensor([[0, 1, 1, 2]])
 @needed
 @pytest.mark.parametrize("base", [[PROMPT], [PROMPT, 5]], ids=["alone", "ragged"])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_it_is_as_exact_as_pytorch(three, base, tree):
-    """Logits, states, tapped states, keys and values, against fp32."""
+def test_the_cpp_step_is_as_exact_as_pytorch(three, base, tree):
+    """Compare logits, states, tapped states, keys and values with fp32."""
     shape = {"visible": TREE.expand(len(base), -1, -1), "depth": DEPTH.expand(len(base), -1)} if tree else {}
     rows = torch.arange(4 * len(base)).view(len(base), 4) + 3
     found = [stepped(target, base, rows, **shape) for target in three]
@@ -82,7 +82,7 @@ def test_it_is_as_exact_as_pytorch(three, base, tree):
 @needed
 def test_a_row_has_the_same_bits_in_a_tree_in_a_batch_and_alone(three):
     target, *_ = three
-    ids = [3, 4, 5, 6]  # the tree's path is 0, 2, 3
+    ids = [3, 4, 5, 6]  # the path of the tree is 0, 2, 3
     (tree, _, _), _ = stepped(target, [PROMPT], torch.tensor([ids]), visible=TREE[None], depth=DEPTH)
     rows = torch.tensor([[3, 5, 6]])
     (chain, _, _), _ = stepped(target, [PROMPT], rows)
@@ -96,8 +96,8 @@ def test_a_row_has_the_same_bits_in_a_tree_in_a_batch_and_alone(three):
 
 @needed
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, 0, 1.0)], ids=["greedy", "sampled"])
-def test_texts_in_bf16_are_those_of_plain_decoding(instructions, sampling):
-    """Not up to ties: the bits of the logits are the same."""
+def test_drafted_bf16_texts_equal_plain_decoding(instructions, sampling):
+    """The logits are bitwise equal, so not even ties differ."""
     target = load_target("builtin", device="cpu", dtype="bf16")
     prompts = [
         target.render([{"role": "user", "content": text}]) for text in ("Count to ten.", "Write SQL that counts users.")
@@ -146,7 +146,7 @@ def test_samples_have_the_probabilities_of_the_tokens(instructions, monkeypatch)
 @needed
 @pytest.mark.parametrize("outputs", [16, 48, 83, 112])
 @pytest.mark.parametrize("biased", [False, True])
-def test_products(instructions, outputs, biased):
+def test_products_equal_fp32_products(instructions, outputs, biased):
     generator = torch.Generator().manual_seed(outputs)
     weight, x = (torch.randn(n, 96, generator=generator).bfloat16() for n in (outputs, 40))
     bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
@@ -159,7 +159,7 @@ def test_products(instructions, outputs, biased):
 
 
 @needed
-def test_pages_and_long_prompts_are_left_to_pytorch(three):
+def test_pages_and_long_prompts_use_pytorch(three):
     target, *_ = three
     cache = target.new_cache(1, 200)
     plans = [plan_rows([0], rows, device=target.device, dtype=target.dtype) for rows in (64, 65)]
@@ -169,7 +169,7 @@ def test_pages_and_long_prompts_are_left_to_pytorch(three):
 
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
-    """An empty cache on a processor that has the instructions, and nothing loaded."""
+    """Provide an empty cache directory, an instruction set, and no loaded library."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "instructions", lambda: SUPPORTED or ["avx2"])
     native.library_for.cache_clear()
@@ -177,7 +177,7 @@ def fresh(tmp_path, monkeypatch):
     native.library_for.cache_clear()
 
 
-def test_without_a_compiler_everything_runs_on_pytorch(fresh, monkeypatch):
+def test_without_a_compiler_pytorch_is_used(fresh, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with warnings.catch_warnings(action="error"):
@@ -185,7 +185,7 @@ def test_without_a_compiler_everything_runs_on_pytorch(fresh, monkeypatch):
     assert list(fresh.iterdir()) == []
 
 
-def test_a_compiler_that_fails_is_told_of_once(fresh, monkeypatch):
+def test_a_failing_compiler_is_reported_once(fresh, monkeypatch):
     compiler = fresh / "broken"
     compiler.write_text("#!/bin/sh\n[ $1 = --version ] && echo 1 && exit\necho 'no such option' >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -197,8 +197,10 @@ def test_a_compiler_that_fails_is_told_of_once(fresh, monkeypatch):
 
 
 def test_processes_that_start_together_compile_once(fresh, monkeypatch):
-    """Each of them compiled, for five seconds of a core and more on a busy machine. A thread's lock is its own, as the
-    lock of a process is."""
+    """Each of them used to compile, for five seconds or more.
+
+    Threads stand for processes here, because each thread takes its own lock.
+    """
     compiler = fresh / "slow"
     said = '#!/bin/sh\n[ $1 = --version ] && echo 1 && exit\necho >> "$0.calls"\nsleep 0.3\n: > "$7"\n'
     compiler.write_text(said)
@@ -216,8 +218,8 @@ def test_processes_that_start_together_compile_once(fresh, monkeypatch):
 
 @needed
 @pytest.mark.slow
-def test_it_is_compiled_once(fresh, monkeypatch):
-    """The file in the cache is loaded by the next process; another source would have another name."""
+def test_the_library_is_compiled_once(fresh, monkeypatch):
+    """The next process loads the file from the cache; other source code gets another file name."""
     assert native.library() is not None
     (made,) = fresh.rglob("*.so")
     assert made.parent.stat().st_mode & 0o777 == 0o700
@@ -231,29 +233,28 @@ def test_it_is_compiled_once(fresh, monkeypatch):
 
 
 @needed
-def test_the_environment_names_the_instructions(monkeypatch):
+def test_the_environment_selects_the_instruction_set(monkeypatch):
     monkeypatch.setattr(native, "instructions", lambda: SUPPORTED)
     assert native.library() is native.library_for(SUPPORTED[0])
     monkeypatch.setenv("SPECCTL_STEP", SUPPORTED[-1])
     assert native.library() is native.library_for(SUPPORTED[-1])
 
 
-def test_the_environment_turns_it_off(fresh, monkeypatch):
+def test_the_environment_disables_the_cpp_step(fresh, monkeypatch):
     monkeypatch.setenv("SPECCTL_STEP", "torch")
     assert native.library() is None and list(fresh.iterdir()) == []
 
 
 @needed
 def test_a_target_without_layers_has_no_step(tmp_path):
-    """A learner in another process loads the embedding and the vocabulary head alone, and ended with an error."""
+    """A learner process loads only embedding and vocabulary head, and used to fail here."""
     place = write_tiny(tmp_path / "llama", *KINDS["llama"])
     whole, part = (load_target(str(place), device="cpu", dtype="bf16", whole=whole) for whole in (True, False))
     assert whole.model._native is not None and torch.equal(whole.head_weight, part.head_weight)
 
 
 @needed
-def test_int8_products(instructions):
-    """Weights rounded to int8: the products are those of the rounded weights."""
+def test_int8_products_equal_products_of_the_rounded_weights(instructions):
     generator = torch.Generator().manual_seed(1)
     weight, x = (torch.randn(n, 64, generator=generator).bfloat16() for n in (83, 13))
     call = native.NativeProduct(weight, None, native.library(), int8=True)
@@ -268,7 +269,7 @@ def test_int8_products(instructions):
 
 
 def grouped(outputs, inputs, group, bits, seed=0):
-    """Random quantized weights with codes of all values."""
+    """Return random quantized weights that use all code values."""
     generator = torch.Generator().manual_seed(seed)
     low, high = (0, 16) if bits == 4 else (-128, 128)
     codes = torch.randint(low, high, (outputs, inputs), generator=generator).to(torch.int8)
@@ -279,15 +280,15 @@ def grouped(outputs, inputs, group, bits, seed=0):
 @needed
 @pytest.mark.parametrize("outputs", [16, 83, 112])
 @pytest.mark.parametrize(("group", "bits"), [(32, 4), (16, 4), (32, 8), (16, 8)])
-def test_products_with_quantized_weights(instructions, outputs, group, bits):
-    """They are as exact as bf16 allows, for rows with outliers, and a row's bits do not depend on other rows."""
+def test_quantized_products_are_exact_to_bf16(instructions, outputs, group, bits):
+    """Includes rows with outliers; the bits of a row do not depend on other rows."""
     weight = grouped(outputs, 96, group, bits)
     x = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[:, ::7] *= 300
     x[3] = 0
     call = native.NativeProduct(weight, torch.ones(outputs).bfloat16(), native.library())
     exact = F.linear(x.float(), weight.dequantized(), torch.ones(outputs))
-    sizes = F.linear(x.float().abs(), weight.dequantized().abs())  # what a sum is made of
+    sizes = F.linear(x.float().abs(), weight.dequantized().abs())  # sum of magnitudes
     for rows in (*range(1, 15), 24, 25, 40):
         found = call(x[:rows])
         assert ((found.float() - exact[:rows]).abs() <= 2**-8 * exact[:rows].abs() + 2**-13 * sizes[:rows]).all()
@@ -295,7 +296,7 @@ def test_products_with_quantized_weights(instructions, outputs, group, bits):
 
 
 @needed
-def test_products_of_unequal_quantization_are_stacked(instructions):
+def test_weights_of_different_quantization_are_stacked(instructions):
     parts = [grouped(32, 64, 32, 4), grouped(16, 64, 16, 8, seed=1)]
     whole = native.GroupedWeights.stacked(parts)
     assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
@@ -305,7 +306,7 @@ def test_products_of_unequal_quantization_are_stacked(instructions):
 @needed
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_products_of_rows_that_are_not_finite_are_not_finite(instructions, bits, bad):
+def test_quantized_products_keep_nan_and_inf_in_their_row(instructions, bits, bad):
     x = torch.ones(2, 64).bfloat16()
     x[1, 40] = bad
     found = native.NativeProduct(grouped(16, 64, 32, bits), None, native.library())(x)
@@ -313,8 +314,8 @@ def test_quantized_products_of_rows_that_are_not_finite_are_not_finite(instructi
 
 
 @needed
-def test_nan_stays_nan(instructions):
-    """Rounding to bf16 must not turn NaN into a number: a broken model is refused, not decoded."""
+def test_nan_survives_rounding_to_bf16(instructions):
+    """A broken model must be refused, not decoded."""
     weight = torch.eye(16).bfloat16()
     x = torch.ones(16).bfloat16()
     x[0] = float("nan")
@@ -322,8 +323,8 @@ def test_nan_stays_nan(instructions):
 
 
 @needed
-def test_auto_is_bf16_where_the_step_runs(tmp_path, monkeypatch):
-    """On a CPU without bf16 instructions, too; without the step, `auto` is fp32 there."""
+def test_auto_dtype_is_bf16_if_the_cpp_step_runs(tmp_path, monkeypatch):
+    """This holds without bf16 instructions too; without the step, `auto` is fp32 on such a CPU."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
     fitting = write_tiny(tmp_path / "fitting", *KINDS["qwen3"])
     other = write_tiny(tmp_path / "other", "Qwen3Config", KINDS["qwen3"][1] | {"intermediate_size": 152})

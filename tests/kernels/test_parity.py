@@ -1,6 +1,6 @@
-"""Every backend does what the reference says, on logits that have gone wrong before, in every working dtype.
+"""Every backend agrees with the reference, on logits that have caused errors before, in every working dtype.
 
-fp32 results may differ by rounding, so a token is judged against the fp64 distribution: it must be possible and its
+fp32 results may differ by rounding, so a token is checked against the fp64 distribution: it must be possible, and its
 uniform must lie in its interval within 1e-5. In fp64 the backends must agree exactly.
 """
 
@@ -17,18 +17,18 @@ ROWS = 4
 
 
 def examples(n):
-    """As many, but few in Triton's interpreter, which takes milliseconds for a program."""
+    """Settings with n examples, or n / 40 in Triton's interpreter, which takes milliseconds per program."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return settings(max_examples=max(2, n // 40) if interpreted else n, deadline=None)
 
 
 @st.composite
 def logit_rows(draw, nan=True):
-    """[ROWS, V]: peaked or flat, with −inf, exact ties and (if `nan`) NaN; every row has a finite logit."""
+    """Logits [ROWS, V], peaked or flat, with −inf, ties and (if `nan`) NaN; every row has a finite logit."""
     vocabulary = draw(st.sampled_from([1, 2, 31, 33, 257, 1000, 8193]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.randn(ROWS, vocabulary, generator=generator) * draw(st.sampled_from([0.0, 0.5, 3.0, 30.0]))
-    if draw(st.booleans()):  # few distinct values: ties everywhere, at the maximum and at every cut
+    if draw(st.booleans()):  # few distinct values give ties everywhere
         x = x.round()
     holes = torch.rand(ROWS, vocabulary, generator=generator) < draw(st.sampled_from([0.0, 0.3, 0.99]))
     x = torch.where(holes, draw(st.sampled_from([-torch.inf, torch.nan] if nan else [-torch.inf])), x)
@@ -42,7 +42,7 @@ def logit_rows(draw, nan=True):
 
 @st.composite
 def filters(draw):
-    """Temperature, top-k and top-p of each row."""
+    """Draw temperature, top-k and top-p for each row."""
 
     def each(*values):
         return torch.tensor(draw(st.lists(st.sampled_from(values), min_size=ROWS, max_size=ROWS)))
@@ -51,14 +51,14 @@ def filters(draw):
 
 
 def random_uniforms(seed, *shape):
-    """Uniforms [shape], some of them at the ends of [0, 1)."""
+    """Return uniforms [shape], some at the ends of [0, 1)."""
     u = torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
     u.view(-1)[:1] = (0.0, 1 - 2.0**-24, 0.5)[seed % 3]
     return u
 
 
 def same_cut(x, temperature, top_k, top_p, ours, spec):
-    """[ROWS] bool: rows whose cuts agree. Others must be a nucleus whose mass equals top_p within rounding."""
+    """Return [ROWS] bool: whether cuts agree. A different cut must have a mass of top_p within rounding."""
     agree = ours.cut == spec.cut
     unfiltered = reference.row_params(x.double(), temperature.double(), top_k, torch.ones_like(top_p))
     scores = x.float() * spec.inv_temp[:, None]
@@ -69,7 +69,7 @@ def same_cut(x, temperature, top_k, top_p, ours, spec):
 
 
 def exact(rows):
-    """p [ROWS, V] in fp64 of the tokens that the rows keep (a cut compares fp32 scores)."""
+    """Return p [ROWS, V] in fp64 over the tokens that the rows keep."""
     scores = rows.logits * rows.inv_temp[:, None]
     p = scores.double().masked_fill(~(scores >= rows.cut[:, None]), -torch.inf).softmax(-1)
     one_hot = torch.arange(p.shape[1]) == rows.greedy[:, None]
@@ -78,7 +78,7 @@ def exact(rows):
 
 @given(x=logit_rows(), filter_rows=filters(), seed=st.integers(0, 2**20))
 @examples(100)
-def test_rows_and_samples(backend, x, filter_rows, seed):
+def test_rows_and_samples_equal_the_reference(backend, x, filter_rows, seed):
     before = x.clone()
     spec = reference.row_params(x, *filter_rows)
     ours = backend.row_params(x, *filter_rows)
@@ -104,7 +104,7 @@ def test_rows_and_samples(backend, x, filter_rows, seed):
 
 @given(x=logit_rows(nan=False), filter_rows=filters(), seed=st.integers(0, 2**20))
 @examples(40)
-def test_fp64_samples_are_equal(backend, x, filter_rows, seed):
+def test_fp64_samples_equal_the_reference(backend, x, filter_rows, seed):
     temperature, top_k, top_p = filter_rows
     u = torch.rand(ROWS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     exact = x.double(), temperature.double(), top_k, top_p.double()
@@ -115,8 +115,8 @@ def test_fp64_samples_are_equal(backend, x, filter_rows, seed):
 
 @given(x=logit_rows(), filter_rows=filters(), seed=st.integers(0, 2**20), row=st.integers(0, ROWS - 1))
 @examples(50)
-def test_row_does_not_depend_on_its_batch(backend, x, filter_rows, seed, row):
-    """Bit for bit: this is what makes speculative text equal plain sampling, which verifies one row at a time."""
+def test_a_row_does_not_depend_on_its_batch(backend, x, filter_rows, seed, row):
+    """Bit for bit. This makes speculative text equal plain sampling, which verifies one row at a time."""
     u = random_uniforms(seed, ROWS)
     batch = backend.row_params(x, *filter_rows)
     alone = backend.row_params(x[row : row + 1].clone(), *(value[row : row + 1] for value in filter_rows))
@@ -129,7 +129,7 @@ def test_row_does_not_depend_on_its_batch(backend, x, filter_rows, seed, row):
 
 @st.composite
 def chains(draw, dtype):
-    """A batch of chains: p and q logits [B·(n+1), V] and [B·n, V] with their filters, tokens, count, uniforms."""
+    """Draw a batch of chains: p and q logits [B·(n+1), V] and [B·n, V] with filters, tokens, count and uniforms."""
     batch, n = draw(st.sampled_from([(1, 0), (1, 1), (1, 5), (3, 4)]))
     vocabulary = draw(st.sampled_from([2, 33, 1000]))
     seed = draw(st.integers(0, 2**31))
@@ -158,7 +158,7 @@ def chains(draw, dtype):
 @pytest.mark.parametrize("rule", reference.RULES)
 @given(chain=chains(torch.float64))
 @examples(80)
-def test_accept_chain_fp64(backend, rule, chain):
+def test_accept_chain_equals_the_reference_in_fp64(backend, rule, chain):
     expected = reference.accept_chain(*chain(reference), rule)
     for ours, spec in zip(backend.accept_chain(*chain(backend), rule), expected, strict=True):
         assert ours.dtype == torch.int64
@@ -167,7 +167,7 @@ def test_accept_chain_fp64(backend, rule, chain):
 
 @given(chain=chains(torch.float32))
 @examples(60)
-def test_accept_chain_fp32(backend, chain):
+def test_accept_chain_is_right_within_rounding_in_fp32(backend, chain):
     p, q, tokens, count, u_accept, u_next = chain(backend)
     accepted, bonus = backend.accept_chain(p, q, tokens, count, u_accept, u_next)
     batch, n = tokens.shape
@@ -185,7 +185,7 @@ def test_accept_chain_fp32(backend, chain):
 
 @st.composite
 def trees(draw):
-    """Random trees, children possibly stored before their parents, with padding, duplicates and garbage."""
+    """Random trees with padding and duplicates; children may be stored before their parents."""
     batch, n, vocabulary = draw(st.integers(1, 3)), draw(st.integers(0, 9)), draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     tokens = torch.randint(vocabulary, (batch, n), generator=generator)
@@ -200,7 +200,7 @@ def trees(draw):
 
 @given(tree=trees())
 @examples(150)
-def test_walk_tree(backend, tree):
+def test_walk_tree_equals_the_reference(backend, tree):
     for ours, spec in zip(backend.walk_tree(*tree), reference.walk_tree(*tree), strict=True):
         assert ours.dtype == torch.int64
         assert torch.equal(ours, spec)
@@ -208,7 +208,7 @@ def test_walk_tree(backend, tree):
 
 @given(x=logit_rows(), k=st.integers(1, 9))
 @examples(60)
-def test_expand_topk(backend, x, k):
+def test_expand_topk_equals_the_reference(backend, x, k):
     k = min(k, x.shape[1])
     spec_logprob, spec_index = reference.expand_topk(x, k)
     logprob, index = backend.expand_topk(x, k)
@@ -221,7 +221,7 @@ def test_expand_topk(backend, x, k):
 
 @st.composite
 def drafters(draw, vocabulary):
-    """None to three drafters: with the target's vocabulary or a part of it in any order, one dtype or several."""
+    """Draw up to three drafters, with full or partial vocabularies in any order, and one or several dtypes."""
     drafts = []
     for _ in range(draw(st.integers(0, 3))):
         generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -233,7 +233,7 @@ def drafters(draw, vocabulary):
         inv_temp = draw(st.sampled_from([None, torch.linspace(0.5, 2, ROWS)]))
         own = size == vocabulary and draw(st.booleans())
         z = z.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
-        if draw(st.booleans()):  # columns apart
+        if draw(st.booleans()):  # strided columns
             z = torch.stack((z, z + 1), 2)[..., 0]
         drafts.append(DraftRows(z, None if own else ids, inv_temp))
     return drafts
@@ -241,7 +241,7 @@ def drafters(draw, vocabulary):
 
 @given(data=st.data(), x=logit_rows(), filter_rows=filters(), seed=st.integers(0, 2**20))
 @examples(100)
-def test_panorama(backend, data, x, filter_rows, seed):
+def test_drafter_feedback_equals_the_reference(backend, data, x, filter_rows, seed):
     vocabulary = x.shape[1]
     x[data.draw(st.integers(0, ROWS - 1))] = data.draw(st.sampled_from([0.0, torch.nan]))
     drafts = data.draw(drafters(vocabulary))

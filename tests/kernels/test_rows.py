@@ -1,4 +1,4 @@
-"""Rows: the filters of `transformers`, the edges of a distribution, and an inverse CDF that inverts."""
+"""Filtered rows agree with `transformers`, handle degenerate distributions, and are sampled by inverse CDF."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ FILTERS = [
     ("vocabulary", "temperature", "top_k", "top_p"),
     [*((size, *filters) for size in (5, 1000) for filters in FILTERS[:: 1 if size == 5 else 3]), (5000, 0.7, 50, 0.95)],
 )
-def test_filters_are_those_of_transformers(backend, vocabulary, temperature, top_k, top_p):
-    # fp64: in fp32 two orders of summation disagree about a token of p = 1e-6 at the edge of a nucleus.
+def test_filters_equal_those_of_transformers(backend, vocabulary, temperature, top_k, top_p):
+    # fp64, because in fp32 the order of summation decides about a token of p = 1e-6 at the edge of a nucleus
     x = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(vocabulary), dtype=torch.float64) * 3
     expected = TemperatureLogitsWarper(temperature)(None, x)
     if top_k:
@@ -52,7 +52,7 @@ def test_greedy_is_the_lowest_id_of_the_maximum(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-9])
 def test_temperatures_that_overflow_are_greedy(backend, temperature, dtype):
-    """Logits times infinity are no distribution: every draw was the same token, whatever the model had said."""
+    """Infinite logits are not a distribution: every draw used to be the same token."""
     x = torch.tensor([[-3.0, 80.0, 79.0, 80.0], [1e4, 5.0, -1e4, 0.0]], dtype=dtype)
     for kept in ({}, {"top_k": 2}, {"top_p": 0.5}):
         cold, greedy = (rows_of(backend, x, value, **kept) for value in (temperature, 0.0))
@@ -65,7 +65,7 @@ def test_temperatures_that_overflow_are_greedy(backend, temperature, dtype):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_without_a_distribution_are_reported_not_raised(backend, temperature):
+def test_invalid_rows_are_flagged_not_raised(backend, temperature):
     nothing, nan, ok = [-torch.inf] * 3, [torch.nan] * 3, [0.0, torch.nan, -torch.inf]
     x = torch.tensor([nothing, nan, [0.0, torch.inf, 0.0], ok])
     for kept in ({}, {"top_k": 2}, {"top_p": 0.5}):
@@ -77,13 +77,13 @@ def test_rows_without_a_distribution_are_reported_not_raised(backend, temperatur
 
 
 @pytest.mark.parametrize("vocabulary", [6, 256, 600])
-def test_inverse_cdf_inverts(backend, vocabulary):
-    """fp64, one u just inside both ends of every token's interval: the law of a draw is p, in several blocks too."""
+def test_the_inverse_cdf_gives_each_token_its_interval(backend, vocabulary):
+    """In fp64, with u just inside both ends of every interval, over several blocks."""
     x = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2
     x[0, vocabulary // 3 :: 2] = -torch.inf
     p = x.softmax(-1)[0]
     token = p.nonzero()[:, 0]
-    token = token[:: max(len(token) // 64, 1)]  # a program a token is what an interpreter has no time for
+    token = token[:: max(len(token) // 64, 1)]  # the interpreter is too slow for a program per token
     upper = p.cumsum(-1)[token]
     lower = upper - p[token]
     rows = rows_of(backend, x).take(torch.zeros_like(token))
@@ -98,12 +98,12 @@ def test_rounding_past_the_end_gives_the_last_kept_token(backend, vocabulary):
     x[:, 2:] = -torch.inf
     rows = rows_of(backend, x)
     assert backend.sample_rows(rows, torch.tensor([1.0, 1.0 - 2.0**-24, 2.0, 0.0])).tolist() == [1, 1, 1, 0]
-    full = rows_of(backend, torch.zeros(1, vocabulary))  # its last block is not a whole one
+    full = rows_of(backend, torch.zeros(1, vocabulary))  # its last block is incomplete
     assert backend.sample_rows(full, torch.tensor([2.0])).tolist() == [vocabulary - 1]
 
 
-def test_mixed_rows_equal_their_own_kind(backend):
-    """One call with greedy, sampled and filtered rows: batches of `distill` mix temperatures."""
+def test_mixed_rows_equal_rows_of_one_kind(backend):
+    """One call with greedy, sampled and filtered rows, as in batches of `distill`."""
     x = torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
     each = [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 7, 0.8)]
     temperature, top_k, top_p = (torch.tensor(column) for column in zip(*each, strict=True))

@@ -1,4 +1,4 @@
-"""A backend is tried before it is trusted."""
+"""A backend is checked before it is used."""
 
 import types
 
@@ -20,7 +20,7 @@ def like_reference(**changed):
     return types.SimpleNamespace(**{name: getattr(reference, name) for name in names} | changed)
 
 
-def test_every_backend_passes(backend):
+def test_every_backend_passes_the_check(backend):
     assert self_check.mismatch(backend, CPU) is None
 
 
@@ -31,8 +31,8 @@ def test_every_backend_passes(backend):
         *("expand_topk", "row_params", "distill_rows"),
     ],
 )
-def test_one_wrong_answer_is_seen(name):
-    """Also one that is off in a single element."""
+def test_a_wrong_result_is_noticed(name):
+    """A single wrong element is enough."""
     right = getattr(reference, name)
 
     def wrong(*args):
@@ -48,8 +48,8 @@ def test_one_wrong_answer_is_seen(name):
     assert name in self_check.mismatch(like_reference(**{name: wrong}), CPU)
 
 
-def test_a_wrong_gradient_is_seen():
-    """The losses are right; the gradient is written where the logits were."""
+def test_a_wrong_gradient_is_noticed():
+    """The losses are right, but the gradient does not replace the logits."""
 
     def wrong(logits, *others):
         return reference.distill_rows(logits.clone(), *others)
@@ -57,14 +57,14 @@ def test_a_wrong_gradient_is_seen():
     assert "distill_rows" in self_check.mismatch(like_reference(distill_rows=wrong), CPU)
 
 
-def test_a_compiler_that_is_missing():
+def test_a_missing_compiler_is_named():
     def fails(*args):
         raise RuntimeError("In file:\nFailed to find C compiler")
 
     assert self_check.mismatch(like_reference(argmax=fails), CPU) == "argmax fails: Failed to find C compiler"
 
 
-def test_what_fails_is_not_used(monkeypatch):
+def test_a_failing_backend_falls_back_to_the_reference(monkeypatch):
     kernels.checked_backend.cache_clear()
     monkeypatch.setattr(self_check, "mismatch", lambda module, device: "argmax fails: no compiler")
     with pytest.warns(UserWarning, match="plain PyTorch.*no compiler"):

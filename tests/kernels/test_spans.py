@@ -12,7 +12,7 @@ from specctl.drafters.feature.ttt_attention import Layout, attention, block_atte
 from specctl.kernels import reference, self_check
 
 CLOSE = dict(rtol=2e-2, atol=2e-2)
-CASES = {  # lengths of documents, their rows' slots
+CASES = {  # lengths of documents, and the slots of their rows
     "last slots": ([70, 5, 130], [range(40, 70), range(5), range(1, 130)]),
     "some slots": ([300, 64, 1, 90], [range(3, 300, 7), range(63, 64), range(1), range(0, 90, 2)]),
     "documents without rows": ([40, 200, 3, 65], [(), range(120, 200), (), range(64, 65)]),
@@ -46,11 +46,11 @@ def question(case, heads, dtype, window=None):
         pytest.param(*place, heads, marks=() if heads is HEADS[number % len(HEADS)] else pytest.mark.slow)
         for number, place in enumerate(itertools.product(CASES, [None, 33]))
         for heads in HEADS
-    ],  # seconds each in Triton's interpreter: by default every case has one kind of heads
+    ],  # takes seconds in Triton's interpreter, so each case has one kind of heads by default
     ids=str,
 )
-def test_rows_and_gradients(backend, case, window, heads):
-    """A backend against blocks of documents in fp32, which tests of training hold against a mask."""
+def test_outputs_and_gradients_equal_fp32_blocks(backend, case, window, heads):
+    """The reference computes documents in blocks, which the training tests compare with a mask."""
     dtype = torch.float16 if heads[0] == 2 else torch.bfloat16
     spans, (q, key, value, grad) = question(case, heads, dtype, window)
     wide = [x.float() for x in (q, key, value, grad)]
@@ -58,7 +58,7 @@ def test_rows_and_gradients(backend, case, window, heads):
     expected = ttt_attention._read(*wide[:3], spans)
     for ours, theirs in zip((out, lse), expected, strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
-    more = expected[1] + 0.3  # as if every row had attended keys of its own, too
+    more = expected[1] + 0.3  # as if every row also attended to its own keys
     delta = (wide[3] * expected[0]).sum(-1) * 0.7
     ours = backend.span_attention_backward(q, key, value, grad, delta, more, *spans.spans)
     theirs = ttt_attention._read_backward(tuple(wide[:3]), wide[3], delta, more, spans)
@@ -67,7 +67,7 @@ def test_rows_and_gradients(backend, case, window, heads):
     assert ours[0].dtype == dtype and {x.dtype for x in ours[1:]} == {torch.float32}
 
 
-def test_a_row_that_attends_nothing(backend):
+def test_a_row_with_an_empty_span_gives_zeros(backend):
     q, key = torch.ones(2, 1, 1, 16, dtype=torch.float16), torch.ones(3, 1, 16, dtype=torch.float16)
     low, high = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([-1, 2], dtype=torch.int32)
     out, lse = backend.span_attention(q, key, key, low, high)
@@ -77,7 +77,7 @@ def test_a_row_that_attends_nothing(backend):
     assert dq[0].abs().sum() == 0 and dk[:2].abs().sum() == dv[:2].abs().sum() == 0 and dv[2, 0].eq(1).all()
 
 
-def test_no_rows(backend):
+def test_no_rows_give_empty_results(backend):
     q, key = torch.ones(0, 1, 2, 16, dtype=torch.float16), torch.ones(3, 1, 16, dtype=torch.float16)
     none, flat = torch.empty(0, dtype=torch.int32), torch.empty(0, 1, 2)
     out, lse = backend.span_attention(q, key, key, none, none)
@@ -88,12 +88,12 @@ def test_no_rows(backend):
 
 @pytest.mark.usefixtures("products_of_bf16")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_backend_is_tried(backend, dtype):
+def test_every_backend_passes_the_span_check(backend, dtype):
     assert self_check.span_mismatch(backend, torch.device("cpu"), dtype, 1, 2, 16) is None
 
 
-def test_a_trial_within_training_is_not_rounded():
-    """Training calls kernels under autocast, which would round the reference: right answers would look wrong."""
+def test_the_check_disables_autocast():
+    """Training calls kernels under autocast, which would round the reference and refuse right results."""
 
     def exactly(name):
         def answer(*args):
@@ -108,7 +108,7 @@ def test_a_trial_within_training_is_not_rounded():
 
 
 @pytest.mark.parametrize("name", ["span_attention", "span_attention_backward"])
-def test_a_wrong_answer_is_seen(name):
+def test_a_wrong_result_is_noticed(name):
     class Wrong:
         span_attention = staticmethod(reference.span_attention)
         span_attention_backward = staticmethod(reference.span_attention_backward)
@@ -122,9 +122,8 @@ def test_a_wrong_answer_is_seen(name):
 
 @pytest.mark.usefixtures("products_of_bf16")
 @pytest.mark.parametrize(("blocks", "window"), [(False, None), (True, None), (True, 33)])
-def test_heads_train_by_the_backend(backend, blocks, window, monkeypatch):
-    """Rows of the training-time test, and of blocks, in bf16: by the kernel where that is Triton's, with the result and
-    the gradients of fp32 without it."""
+def test_heads_train_with_each_backend(backend, blocks, window, monkeypatch):
+    """Training-time test and blocks in bf16 use the kernel if the backend is Triton, and agree with fp32 without it."""
     name = backend.__name__.rpartition(".")[2].removesuffix("_backend")
     monkeypatch.setenv("SPECCTL_KERNELS", name)
     calls = []
@@ -152,4 +151,4 @@ def test_heads_train_by_the_backend(backend, blocks, window, monkeypatch):
     calls.clear()
     for ours, wide in zip(low, trained(torch.float32), strict=True):
         torch.testing.assert_close(ours.float(), wide, rtol=3e-2, atol=2e-2 * wide.abs().max().item())
-    assert not calls  # fp32 stays with PyTorch
+    assert not calls  # fp32 uses PyTorch

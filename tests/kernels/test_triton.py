@@ -1,4 +1,4 @@
-"""The Triton backend: the tests of all backends in Triton's interpreter; its compiler for GPUs that are not here."""
+"""The Triton backend: shared tests in its interpreter, and compilation for absent GPUs."""
 
 import json
 import os
@@ -29,15 +29,15 @@ SHARED = [
 
 
 def run(*argv, **environment):
-    """A process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    """Run a separate process, because Triton reads TRITON_INTERPRET when it is imported."""
     command = [sys.executable, *argv]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE)
 
 
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_backend_does_what_the_reference_says(marked):
-    """`-k triton` selects by the backend's name; were nothing selected, pytest would exit with 5."""
+def test_triton_passes_the_shared_tests_in_its_interpreter(marked):
+    """`-k triton` selects the tests by backend name; if none match, pytest exits with 5."""
     selected = "-k", "triton", "-m", marked
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *selected, *SHARED, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -45,16 +45,16 @@ def test_backend_does_what_the_reference_says(marked):
 
 @dataclass(frozen=True)
 class Promise:
-    """What compiled code must keep beside having no stack: programs on a multiprocessor at once, 16-byte loads."""
+    """Required occupancy per multiprocessor, and whether 16-byte loads are required. Spilling is never allowed."""
 
     resident: int
     wide: bool = False
 
 
-TILES = 16, 32, 64, 128  # of rows of attention
+TILES = 16, 32, 64, 128  # rows of attention
 
 
-KERNELS = {  # those that pass over rows are wide; several programs at once hide each other's waiting
+KERNELS = {  # kernels that read rows need wide loads; several resident programs hide latency
     "_uniform_kernel": Promise(8),
     "_argmax_kernel": Promise(8, wide=True),
     "_first_kernel": Promise(8),
@@ -88,9 +88,9 @@ HALVES = {
     "_span_rows_kernel",
     "_span_slots_kernel",
 }
-REGISTERS, SHARED_MEMORY = 2**16, {80: 164, 90: 228}  # of a multiprocessor, in all and in KiB by capability
-OTHER = os.environ.get("OTHER_TRITON")  # where pip install --no-deps --target has put another version
-LAYOUTS = [  # vocabulary, distance of rows, dtype; nothing is promised for fp64 and for rows that are not aligned
+REGISTERS, SHARED_MEMORY = 2**16, {80: 164, 90: 228}  # per multiprocessor; KiB by capability
+OTHER = os.environ.get("OTHER_TRITON")  # directory where `pip install --no-deps --target` has put another version
+LAYOUTS = [  # vocabulary, row stride, dtype; fp64 and unaligned rows have no requirements
     (128256, 128256, "bfloat16"),
     (128256, 128256, "float32"),
     (50257, 50257, "bfloat16"),
@@ -105,10 +105,10 @@ LAYOUTS = [  # vocabulary, distance of rows, dtype; nothing is promised for fp64
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
 def test_every_kernel_compiles(layout, capability, directory, tmp_path):
-    """The interpreter accepts what the compiler does not: changing types in a loop, Python objects, bad shapes.
+    """The compiler refuses code that the interpreter accepts: changing types in a loop, Python objects, bad shapes.
 
-    Nor does it know registers: code that spills, that leaves a multiprocessor with one program, or that loads logits
-    one by one computes the right thing, several times slower. OTHER_TRITON names a second Triton to compile with.
+    It also catches spilled registers, low occupancy and narrow loads, which are right but several times slower.
+    OTHER_TRITON names a second Triton to compile with.
     """
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     if directory:
@@ -124,8 +124,9 @@ def test_every_kernel_compiles(layout, capability, directory, tmp_path):
 
 
 @pytest.mark.slow
-def test_vocabularies_share_code(tmp_path):
-    """A constant V would compile every kernel anew, seconds at the first use; a control: an odd V loads otherwise."""
+def test_vocabularies_share_compiled_code(tmp_path):
+    """A constant V would recompile every kernel, for seconds at first use. Negative control: an odd V loads
+    differently."""
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     codes = []
     for vocabulary in ("128256", "129280", "128257"):
@@ -136,10 +137,10 @@ def test_vocabularies_share_code(tmp_path):
 
 
 def shortcomings(row, capability):
-    """What compiled code lacks of its kernel's promise."""
+    """Yield each requirement that compiled code misses."""
     promise = KERNELS[row["kernel"]]
     registers = promise.resident * row["threads"] * -(-row["registers"] // 8) * 8
-    shared = promise.resident * (row["shared"] + 1024)  # every program has one KiB that is not its own
+    shared = promise.resident * (row["shared"] + 1024)  # every program also needs 1 KiB of its own
     if row["stack"]:
         yield f"registers lie in memory: {row}"
     if registers > REGISTERS or shared > 1024 * SHARED_MEMORY[capability]:
@@ -148,7 +149,7 @@ def shortcomings(row, capability):
         yield f"no load of 16 bytes: {row}"
 
 
-def test_what_compiled_code_lacks_is_seen():
+def test_missed_requirements_are_noticed():
     fine = {"kernel": "_blocks_kernel", "registers": 64, "stack": 0, "threads": 128, "shared": 0}
     fine |= {"gathers": False, "loads": {"128": 4}}
     assert not list(shortcomings(fine, 90))

@@ -1,4 +1,4 @@
-"""How attention is dealt out to programs in Triton: what they read and write, the order of their sums."""
+"""How Triton attention is split into programs: memory traffic and order of summation."""
 
 import itertools
 import os
@@ -19,15 +19,17 @@ pytestmark = [
 
 @pytest.fixture
 def tiled():
-    """The module of the kernels; the package has a function of its name."""
+    """Return the module of the kernels; the package has a function of the same name."""
     from specctl.kernels import triton_backend  # noqa: F401
 
     return sys.modules["specctl.kernels.triton_backend.attention"]
 
 
-def test_exact_sums_do_not_depend_on_where_a_row_stands(tiled, monkeypatch):
-    """Plain decoding reads the row of a position first in a step, verification somewhere in it: bit for bit the same.
-    The control cuts the slots by the text's length, which differs."""
+def test_fixed_order_sums_do_not_depend_on_the_position_of_a_row(tiled, monkeypatch):
+    """Bitwise, because plain decoding runs a position first in its step and verification runs it anywhere.
+
+    Negative control: without a fixed order, the slots are cut by the length of the text.
+    """
     deal = tiled.tiling
     monkeypatch.setattr(tiled, "tiling", lambda *shape: deal(*shape)._replace(splits=4))
     q, store, _, _ = case([641], 5, tree=False, groups=1, kv=1, dim=16)
@@ -40,15 +42,15 @@ def test_exact_sums_do_not_depend_on_where_a_row_stands(tiled, monkeypatch):
     assert not all(torch.equal(one, outputs[False][0]) for one in outputs[False])
 
 
-def test_no_head_is_too_wide_without_a_word(tiled):
+def test_unsupported_head_sizes_raise(tiled):
     for dim, dtype in ((160, torch.float32), (64, torch.float64)):
         q, store, ancestry, span = case([9], 1, dim=dim, dtype=dtype)
         with pytest.raises(ValueError, match=f"head dimension {dim}"):
             tiled.attention(q, store, ancestry, span, 1.0)
 
 
-def test_layers_of_a_step_are_dealt_out_once(tiled):
-    """A choice among up to 64 tilings takes the host longer than the launch."""
+def test_the_tiling_is_computed_once_per_step(tiled):
+    """Choosing among up to 64 tilings takes the host longer than the launch."""
     q, store, ancestry, span = case([9], 1, dim=16)
     tiled.tiling.cache_clear()
     for _ in range(3):
@@ -57,12 +59,14 @@ def test_layers_of_a_step_are_dealt_out_once(tiled):
 
 
 H100, A100, HEADS = 132, 108, 8
-LAYER = dict(groups=4, kv=1, dim=128, dtype=torch.bfloat16)  # of an 8B model, one of its key heads
+LAYER = dict(groups=4, kv=1, dim=128, dtype=torch.bfloat16)  # of an 8B model, with one of its key heads
 
 
 def traffic(tiled, monkeypatch, batch, rows, context):
-    """Bytes that one text's programs of one key head move where the batch has so many, as the interpreter loads and
-    stores them: those of the cache, and of pieces of sums; and the floor, which reads every key once."""
+    """Return the tiling, the bytes moved by the programs of one text and key head, and the minimum.
+
+    Bytes are counted in the interpreter for the cache, partial sums and the rest; the minimum reads every key once.
+    """
     from triton.runtime.interpreter import InterpreterBuilder
 
     how = tiled.tiling(batch, rows * LAYER["groups"], HEADS, 2, context + 512, H100)
@@ -96,7 +100,7 @@ def traffic(tiled, monkeypatch, batch, rows, context):
 
 @pytest.mark.parametrize("batch", [1, 64])
 def test_a_plain_step_moves_little_more_than_the_cache(tiled, monkeypatch, batch):
-    """Of an 8B target behind 4,096 tokens, all that is moved: at most 1.1 × the keys and values, read once."""
+    """For an 8B target at 4,096 tokens, at most 1.1 times the keys and values."""
     how, moved, floor = traffic(tiled, monkeypatch, batch, 1, 4096)
     assert moved["cache"] == floor
     assert sum(moved.values()) <= 1.1 * floor
@@ -104,9 +108,8 @@ def test_a_plain_step_moves_little_more_than_the_cache(tiled, monkeypatch, batch
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(1, 8), (64, 4), (1, 49)])
-def test_a_draft_reads_the_cache_once_from_memory(tiled, monkeypatch, batch, rows):
-    """Tiles of the rows of a large tree read it again, side by side: from the L2 cache. So are the pieces of sums,
-    which stay there until they are added up."""
+def test_a_draft_reads_the_cache_from_memory_once(tiled, monkeypatch, batch, rows):
+    """The tiles of a large tree read it again from the L2 cache, where partial sums also stay."""
     how, moved, floor = traffic(tiled, monkeypatch, batch, rows, 4096)
     assert moved["cache"] == how.tiles * floor
     assert how.tiles == (2 if rows == 49 else 1)
@@ -116,8 +119,10 @@ def test_a_draft_reads_the_cache_once_from_memory(tiled, monkeypatch, batch, row
 @pytest.mark.parametrize("processors", [H100, A100])
 @pytest.mark.parametrize("span", [512, 4608, 33280])
 def test_programs_fill_the_gpu(tiled, processors, span):
-    """Long contexts of few texts are split until whole waves of programs run, many texts no further than one long
-    text among them asks for; and what the pieces leave stays in the L2 cache."""
+    """Long contexts of few texts are split into full waves. Many texts are split only as one long text needs.
+
+    Partial sums fit into the L2 cache.
+    """
     for batch, rows in itertools.product((1, 3, 8, 24, 64), (1, 8, 49, 4096)):
         how = tiled.tiling(batch, 4 * rows, HEADS, 2, span, processors)
         sums = batch * HEADS * 4 * rows

@@ -1,4 +1,4 @@
-"""The ways in which Triton finds a cut, all of them exact, and a maximum that many programs look for."""
+"""Triton finds exact cuts in each of its ways, and the maximum over many programs."""
 
 import os
 
@@ -29,12 +29,12 @@ def rows():
 
 
 def filters():
-    """Temperature, top-k and top-p of a row each."""
+    """Return temperature, top-k and top-p per row."""
     return tuple(torch.tensor(column) for column in zip(*FILTERS, strict=True))
 
 
 def exact_cut(x, temperature, top_k, top_p):
-    """The cuts [R] of fp32 scores, with masses in fp64."""
+    """Return the cuts [R] of fp32 scores, with masses in fp64."""
     greedy = temperature <= 0
     scores = (x.float() * torch.where(greedy, 1.0, 1.0 / temperature)[:, None]).double()
     return reference.row_params(scores, torch.where(greedy, 0.0, 1.0).double(), top_k, top_p.double()).cut.float()
@@ -49,7 +49,7 @@ def exact_cut(x, temperature, top_k, top_p):
     ],
 )
 def test_cuts_are_exact(rows, monkeypatch, vocabulary, dtype, room):
-    """Few values are ties at every cut; flat rows have more candidates than there is room for."""
+    """Rounded values give ties at every cut, and flat rows have more candidates than there is room."""
     monkeypatch.setattr(rows, "MAX_CANDIDATES", room)
     generator = torch.Generator().manual_seed(vocabulary)
     for scale in (0.0, 3.0):
@@ -57,21 +57,21 @@ def test_cuts_are_exact(rows, monkeypatch, vocabulary, dtype, room):
         x[:, ::3] = x[:, ::3].round()
         ours, spec = rows.row_params(x, *filters()), reference.row_params(x, *filters())
         assert torch.equal(ours.cut, exact_cut(x, *filters()))
-        same = (ours.cut == spec.cut) & (spec.greedy < 0)  # fp32 sums may end a token earlier or later
+        same = (ours.cut == spec.cut) & (spec.greedy < 0)  # fp32 sums may end one token earlier or later
         torch.testing.assert_close(ours.lse[same], spec.lse[same], rtol=1e-6, atol=2e-6)
         torch.testing.assert_close(ours.block_mass[same], spec.block_mass[same], rtol=1e-4, atol=1e-6)
 
 
-def test_every_k(rows):
-    """Of less and of more than the blocks' maxima, which the pivot is taken from."""
+def test_cuts_are_exact_for_every_k(rows):
+    """Both below and above the number of block maxima, from which the pivot is chosen."""
     x = torch.randn(1, 700, generator=torch.Generator().manual_seed(0)).bfloat16()
     for k in (1, 3, 4, 257, 700, 701):
         cut = rows.row_params(x, torch.ones(1), torch.tensor([k]), torch.ones(1)).cut
         assert cut == x.float().sort(descending=True).values[0, min(k, 700) - 1]
 
 
-def test_a_tail_that_the_sample_does_not_show(rows):
-    """3,000 tokens of 2e-4 each of the likeliest, none of them in the sample: the pivot is too high, which is seen."""
+def test_a_tail_missing_from_the_sample_is_found(rows):
+    """3,000 tokens with 2e-4 of the top probability are not sampled, so the first pivot is too high."""
     vocabulary = 50257
     x = torch.full((1, vocabulary), -30.0)
     step = vocabulary * 16 // rows.SAMPLE // 16 * 16
@@ -84,8 +84,8 @@ def test_a_tail_that_the_sample_does_not_show(rows):
         assert rows.row_params(x, *nucleus).cut == cut
 
 
-def test_candidates_come_in_any_order(rows, monkeypatch):
-    """Bit for bit: programs take their places as they come, and sums are of integers."""
+def test_cuts_do_not_depend_on_the_order_of_candidates(rows, monkeypatch):
+    """Bit for bit: programs take places as they come, and sums are integers."""
     x = torch.randn(len(FILTERS), 3000, generator=torch.Generator().manual_seed(1))
     at_once = rows.row_params(x, *filters())
     backwards = rows.row_params(x.flip(-1), *filters())
@@ -97,8 +97,8 @@ def test_candidates_come_in_any_order(rows, monkeypatch):
 
 
 @pytest.mark.parametrize("vocabulary", [1, 7, 4096, 4097, 50257])
-def test_the_lowest_of_equal_maxima(rows, vocabulary):
-    """In one tile and in several; nothing but NaN and −inf; +inf."""
+def test_argmax_gives_the_lowest_id_of_equal_maxima(rows, vocabulary):
+    """In one tile and in several; rows of NaN, −inf and +inf."""
     x = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(2)).round()
     x[0], x[1] = torch.nan, -torch.inf
     x[2, vocabulary // 2] = x[2, -1] = torch.inf

@@ -42,7 +42,7 @@ def test_backends_agree_bit_for_bit(backend, seeds, start, length, stream):
     assert torch.equal(backend.uniform(seed, position, stream), expected)
 
 
-def test_conversion_is_that_of_triton(backend):
+def test_conversion_to_float_equals_tritons(backend):
     # tl.rand(0, 0): the word 0x6627E8D5 as int32 times fp32(4.6566127342e-10).
     first = backend.uniform(torch.tensor([0]), torch.tensor([[0]]), 0)
     scale = torch.tensor(4.6566127342e-10, dtype=torch.float32)
@@ -59,13 +59,13 @@ def test_value_depends_on_seed_position_and_stream_only(backend):
             alone = backend.uniform(seed[row : row + 1], position[row : row + 1, column : column + 1], 1)
             assert alone.item() == together[row, column].item()
     assert together[1, 0] == together[1, 2]  # two tree nodes at one position share their uniform
-    assert together[0].unique().numel() == 3  # the high position word counts
+    assert together[0].unique().numel() == 3  # the high word of the position counts
     assert not torch.equal(together, backend.uniform(seed, position, 2))
-    assert not torch.equal(together, backend.uniform(seed + 2**32, position, 1))  # and so does the high seed word
+    assert not torch.equal(together, backend.uniform(seed + 2**32, position, 1))  # the high word of the seed counts
 
 
-def test_uniformity():
-    """64 bins, 2**18 values of four streams. False alarm: P(chi2_63 > 140) < 1e-7, fixed seed, so never by chance."""
+def test_values_are_uniform_and_uncorrelated():
+    """64 bins over 2**18 values of four streams. P(chi2_63 > 140) < 1e-7; the seed is fixed."""
     seed = torch.tensor([11, 12])
     position = torch.arange(2**15).expand(2, -1)
     values = torch.stack([reference.uniform(seed, position, stream) for stream in range(4)]).flatten()
@@ -73,7 +73,7 @@ def test_uniformity():
     observed = torch.histc(values, bins=64, min=0, max=1)
     expected = len(values) / 64
     assert ((observed - expected) ** 2 / expected).sum() < 140
-    # Neighbouring positions and streams: |correlation| < 6 standard errors (false alarm 2e-9 each).
+    # neighboring positions and streams: |correlation| < 6 standard errors (false alarm 2e-9 each)
     table = values.view(4, 2, -1).double() - 0.5
     bound = 6 / (2 * 4 * 2**15) ** 0.5
     assert (table[:, :, 1:] * table[:, :, :-1]).mean().abs() * 12 < bound

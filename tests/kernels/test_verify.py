@@ -1,4 +1,4 @@
-"""The two verification rules, case by case; their law is proved in tests/lossless."""
+"""The verification rules, case by case; tests/lossless checks their distribution."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from specctl.kernels import reference
         pytest.param([0, 4, 4], [0, 0], [-2, -2], [-1, -1], 0, id="padding is not a child of the root"),
     ],
 )
-def test_walk_tree(backend, drawn, tokens, parents, path, bonus):
+def test_walk_tree_by_hand(backend, drawn, tokens, parents, path, bonus):
     walked = backend.walk_tree(*(torch.tensor([row], dtype=torch.int64) for row in (drawn, tokens, parents)))
     accepted = sum(node >= 0 for node in path)
     assert [field.tolist() for field in walked] == [[path], [accepted], [bonus]]
@@ -73,19 +73,19 @@ def accept(backend, p, q, tokens, u_accept, u_next, count=None, target=1.0, draf
 HALF, LEFT, RIGHT = [0.5, 0.5], [0.8, 0.2], [0.2, 0.8]
 
 
-def test_ratio_rule(backend):
+def test_token_rule_by_hand(backend):
     assert accept(backend, [HALF], [], [], [], [0.6]) == (0, 1)  # nothing drafted: plain sampling
-    # Accepted below p/q = 0.5/0.8, rejected above; the residual (0.5 − 0.8, 0.5 − 0.2) has token 1 only.
+    # accepted below p/q = 0.5/0.8, rejected above; the residual (0.5 − 0.8, 0.5 − 0.2) has token 1 only
     assert accept(backend, [HALF, LEFT], [LEFT], [0], [0.62], [0.0, 0.9]) == (1, 1)
     assert accept(backend, [HALF, LEFT], [LEFT], [0], [0.63], [0.0, 0.9]) == (0, 1)
-    # Each position has its own uniforms; the first rejection ends the chain although the third would be accepted.
+    # each position has its own uniforms; the first rejection ends the chain, although the third would be accepted
     p, q = [HALF] * 4, [HALF, LEFT, RIGHT]
     assert accept(backend, p, q, [1, 0, 0], [0.99, 0.7, 0.1], [0.0, 0.0, 0.0, 0.0]) == (1, 1)
-    # Padding is not verified: the next token comes from p at `count`, not from a residual.
+    # padding is not verified: the next token comes from p at `count`, not from a residual
     assert accept(backend, p, q, [1, 0, 0], [0.99, 0.0, 0.0], [0.9, 0.1, 0.9, 0.9], count=1) == (1, 0)
 
 
-def test_ratio_rule_with_zero_probabilities(backend):
+def test_token_rule_with_zero_probabilities(backend):
     one, other = [1.0, 0.0], [0.0, 1.0]
     assert accept(backend, [HALF, HALF], [one], [1], [0.99], [0.0, 0.0]) == (1, 0)  # q(x) = 0 < p(x): accepted
     assert accept(backend, [one, HALF], [one], [1], [0.0], [0.99, 0.0]) == (0, 0)  # p(x) = q(x) = 0: rejected, p again
@@ -93,33 +93,33 @@ def test_ratio_rule_with_zero_probabilities(backend):
     assert accept(backend, [HALF, HALF], [HALF], [1], [1 - 2**-24], [0.9, 0.1]) == (1, 0)  # p = q always accepted
 
 
-def test_ratio_rule_with_greedy_rows(backend):
-    """A greedy p takes its argmax only, the lowest id on a tie; a greedy q is one-hot, whatever its logits."""
+def test_token_rule_with_greedy_rows(backend):
+    """A greedy p accepts its argmax only, the lowest id on a tie. A greedy q is one-hot."""
     for token, result in ((0, (1, 0)), (1, (0, 0))):
         assert accept(backend, [HALF, HALF], [LEFT], [token], [0.5], [0.9, 0.9], target=0.0) == result
     assert accept(backend, [RIGHT, HALF], [LEFT], [0], [0.19], [0.0, 0.9], draft=0.0) == (1, 1)
     assert accept(backend, [RIGHT, HALF], [LEFT], [0], [0.21], [0.0, 0.9], draft=0.0) == (0, 1)
 
 
-def test_block_rule(backend):
+def test_block_rule_by_hand(backend):
     def block(*args, **kwargs):
         return accept(backend, *args, rule="block", **kwargs)
 
     assert block([HALF], [], [], [], [0.6]) == (0, 1)  # nothing drafted: plain sampling
-    # share_1 = 0.5/0.8 = 0.625 and p = q behind it: the excess is 0, h_1 = 0. share_2 = 0.625 · 0.2/0.5 = 0.25 = h_2.
+    # share_1 = 0.5/0.8 = 0.625 and p = q afterwards: the excess is 0, h_1 = 0; share_2 = 0.625 · 0.2/0.5 = 0.25 = h_2
     p, q = [HALF, LEFT, HALF], [LEFT, LEFT]
     p[1], q[1] = [0.2, 0.8], HALF
     assert block(p, q, [0, 0], [0.99, 0.24], [0.9, 0.9, 0.9]) == (2, 1)  # h_1 does not matter once h_2 accepts
-    # Behind x_1: 0.625 · (0.2, 0.8) − 0.5 = (−, 0): nothing to draw there, so no draft may end there.
+    # after x_1: 0.625 · (0.2, 0.8) − 0.5 = (−, 0) leaves nothing to draw, so no draft may end there
     assert block(p, q, [0, 0], [0.0, 0.26], [0.0, 0.9, 0.9]) == (0, 1)
-    # Of one token both rules are one.
+    # for one token both rules are equal
     assert block([HALF, LEFT], [LEFT], [0], [0.62], [0.0, 0.9]) == (1, 1)
     assert block([HALF, LEFT], [LEFT], [0], [0.63], [0.0, 0.9]) == (0, 1)
-    # What x_1 has too little of, x_2 makes up for: 0.625 · 0.8/0.5 = 1, where the token rule stops at u_1 = 0.7.
+    # x_2 compensates for x_1: 0.625 · 0.8/0.5 = 1, where the token rule stops at u_1 = 0.7
     p[1] = [0.8, 0.2]
     assert block(p, q, [0, 0], [0.7, 0.99], [0.9, 0.9, 0.9]) == (2, 1)
     assert accept(backend, p, q, [0, 0], [0.7, 0.99], [0.9, 0.9, 0.9]) == (0, 1)
-    # Padding is not verified: behind x_1 the next token comes from p.
+    # padding is not verified: after x_1 the next token comes from p
     assert block(p, q, [0, 0], [0.6, 0.0], [0.9, 0.7, 0.9], count=1) == (1, 0)
 
 
@@ -137,13 +137,13 @@ def test_block_rule_with_zero_probabilities_and_greedy_rows(backend):
     assert accept(backend, [RIGHT, HALF], [LEFT], [0], [0.21], [0.0, 0.9], draft=0.0, **rule) == (0, 1)
 
 
-def test_a_rule_must_be_known(backend):
+def test_an_unknown_rule_is_refused(backend):
     with pytest.raises(ValueError, match="'chain' is not an acceptance rule; valid: token, block"):
         accept(backend, [HALF], [], [], [], [0.6], rule="chain")
 
 
 @pytest.mark.parametrize("rule", reference.RULES)
-def test_verdict_does_not_depend_on_the_batch(backend, rule):
+def test_a_verdict_does_not_depend_on_the_batch(backend, rule):
     generator = torch.Generator().manual_seed(0)
     batch, n, vocabulary = 5, 3, 1000
     x = torch.randn(batch, n + 1, vocabulary, generator=generator)
