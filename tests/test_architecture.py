@@ -1,4 +1,4 @@
-"""The arrows of the architecture: which room may import which. A wrong arrow is how layers rot."""
+"""Allowed imports between the rooms (packages) of specctl. A wrong import is how layers rot."""
 
 import ast
 import functools
@@ -49,16 +49,19 @@ ALLOWED: dict[str, set[str]] = {
     "decoding": {*LEAVES, "kernels"},
     "drafters": DRAFTING,
     "formats": DRAFTING,
-    "formats.registry": {"errors", "formats"},  # a table; of its room it names types alone
+    "formats.registry": {"errors", "formats"},  # a table that refers to its own room for types only
     **{room: DRAFTING | {"data_prep", *MIDDLE[:order]} for order, room in enumerate(MIDDLE)},
     "api": DRAFTING | {"data_prep", *MIDDLE},
     "cli": DRAFTING | {"data_prep", "api", "", *MIDDLE},
-    "lab": DRAFTING | {"data_prep", "api", "cli", "", *MIDDLE},  # no other room imports it
+    "lab": DRAFTING | {"data_prep", "api", "cli", "", *MIDDLE},  # not imported by other rooms
 }
 
 
 def imported(source: str, package: list[str]) -> set[str]:
-    """Modules of specctl that a source file imports, also inside functions, as dotted names below `specctl`."""
+    """Return the modules of specctl that a source file imports, as dotted names below `specctl`.
+
+    Imports inside functions count.
+    """
     found = set()
     for node in statements(parsed(source)):
         if isinstance(node, ast.Import):
@@ -74,13 +77,15 @@ def imported(source: str, package: list[str]) -> set[str]:
 
 
 def room_of(module: str) -> str:
-    """`decoding.offline` → `decoding`, of files with a rule of their own the file; a name that is no room (`from
-    specctl import __version__`) belongs to the root."""
+    """Map `decoding.offline` to `decoding`, and a file with its own rule to itself.
+
+    Other names belong to the root (`from specctl import __version__`).
+    """
     return next((room for room in (".".join(module.split(".")[:2]), module.split(".")[0]) if room in ALLOWED), "")
 
 
 def violations(files: dict[str, str]) -> list[str]:
-    """`a imports b` for every arrow that is not allowed; files: dotted path below specctl → source."""
+    """Return `a imports b` for every forbidden import; `files` maps dotted paths below specctl to sources."""
     wrong = []
     for name, source in files.items():
         package = ["specctl", *name.split(".")[:-1]]
@@ -104,11 +109,11 @@ def sources() -> dict[str, str]:
     }
 
 
-def test_arrows_point_down():
+def test_imports_follow_the_layers():
     assert violations(sources()) == []
 
 
-def test_every_room_has_a_rule():
+def test_every_room_has_an_import_rule():
     rooms = {path.name for path in (ROOT / "specctl").iterdir() if any(path.glob("*.py"))}
     modules = {path.stem for path in (ROOT / "specctl").glob("*.py")} - {"__init__"}
     assert rooms | modules <= set(ALLOWED)
@@ -126,13 +131,13 @@ def test_every_room_has_a_rule():
         ("commands.select", "def f():\n    from specctl.lab.recorded import trace"),
     ],
 )
-def test_a_wrong_arrow_is_seen(name, source):
-    """Negative control: the check above would be vacuous if it saw nothing."""
+def test_a_forbidden_import_is_noticed(name, source):
+    """Negative control of the check above."""
     assert violations({name: source})
 
 
 def cycles(files: dict[str, str]) -> list[list[str]]:
-    """Groups of files that import each other, also inside functions and for annotations alone."""
+    """Return groups of files that import each other, including imports inside functions and for annotations."""
     edges = {name: imports(name, source, files) for name, source in files.items()}
     reached: dict[str, set[str]] = {}
     for start in files:
@@ -147,7 +152,7 @@ def cycles(files: dict[str, str]) -> list[list[str]]:
 
 
 def imports(name: str, source: str, files: dict[str, str]) -> set[str]:
-    """The files that a file imports, or imports names of."""
+    """Return the files that a file imports, directly or by importing their names."""
     found = set()
     for node in statements(parsed(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("specctl"):
@@ -157,23 +162,23 @@ def imports(name: str, source: str, files: dict[str, str]) -> set[str]:
     return found - {name}
 
 
-def test_no_file_imports_one_that_imports_it():
+def test_there_are_no_import_cycles():
     assert cycles(sources()) == []
 
 
-def test_a_circle_is_seen():
+def test_an_import_cycle_is_noticed():
     files = {"a": "from specctl import b", "b": "def f():\n    from specctl.c import x", "c": "from specctl.a import y"}
     assert cycles(files | {"d": "from specctl.a import y"}) == [["a", "b", "c"]]
 
 
-def test_a_circle_through_a_package_is_seen():
-    """A package's file is `a/__init__.py`, and is imported as `a`."""
+def test_an_import_cycle_through_a_package_is_noticed():
+    """The file of package `a` is `a/__init__.py`, and is imported as `a`."""
     files = {"a.__init__": "from specctl.c import x", "a.b": "import os", "c": "from specctl.a import z"}
     assert cycles(files) == [["a.__init__", "c"]]
 
 
 def borrowed(files: dict[str, str]) -> list[str]:
-    """`a imports b` where a file of drafters/ imports one of a family's room, and stands outside of it."""
+    """Return `a imports b` if a file of drafters/ imports from a family's room and lies outside this room."""
     inside = {name: source for name, source in files.items() if name.startswith("drafters.")}
     rooms = {f"drafters.{family}." for family in FAMILIES}
     edges = [(name, file) for name, source in inside.items() for file in imports(name, source, files)]
@@ -181,12 +186,12 @@ def borrowed(files: dict[str, str]) -> list[str]:
     return sorted(f"{name} imports {file}" for name, file, room in lent if not name.startswith(room))
 
 
-def test_a_family_stands_by_itself():
-    """What two share has a room of its own, so that one can be read, changed or left out without the others."""
+def test_drafter_families_do_not_import_each_other():
+    """Shared code has a separate room, so that a family can be read, changed or removed alone."""
     assert borrowed(sources()) == []
 
 
-def test_what_a_family_borrows_is_seen():
+def test_an_import_from_another_family_is_noticed():
     own = {"drafters.lm.model": "", "drafters.lm.drafter": "from specctl.drafters.lm import model"}
     assert borrowed(own) == []
     other = {"drafters.eagle.drafter": "def f():\n    from specctl.drafters.lm.model import LM"}
@@ -215,7 +220,7 @@ LOOKED_AT |= {"replaced_tensors._exchange"}
 
 
 def called(call: ast.Call) -> tuple[str, str]:
-    """(`pq`, `read_table`) of `pq.read_table(…)`; ("", `open`) of `open(…)`."""
+    """Return (`pq`, `read_table`) for `pq.read_table(…)` and ("", `open`) for `open(…)`."""
     match call.func:
         case ast.Name(id=name):
             return "", name
@@ -227,8 +232,10 @@ def called(call: ast.Call) -> tuple[str, str]:
 
 
 def unguarded(files: dict[str, str]) -> list[str]:
-    """`module.function` that opens a file which may be a pipe or a device, neither by `specctl.regular_files` nor after
-    `regular_files.check`."""
+    """Return each `module.function` that opens a file without a check for pipes and devices.
+
+    The check is `regular_files.check`, or reading with `specctl.regular_files`.
+    """
     wrong = set()
     for name, source in files.items():
         module = name.removesuffix(".__init__").split(".")[-1]
@@ -236,14 +243,14 @@ def unguarded(files: dict[str, str]) -> list[str]:
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 calls = {called(node) for node in ast.walk(function) if isinstance(node, ast.Call)}
                 bare = ("", "open") in calls or any(what in PATHS and of != "regular_files" for of, what in calls)
-                ours = {("", "read_table")}  # of `lab/recorded/table_file.py`
+                ours = {("", "read_table")}  # defined in `lab/recorded/table_file.py`
                 if bare or (("regular_files", "check") not in calls and {what for _, what in calls - ours} & LIBRARIES):
                     wrong.add(f"{module}.{function.name}")
     return sorted(wrong)
 
 
-def test_files_that_others_name_are_looked_at():
-    """A named pipe in place of a file blocked its reader forever, and a device was read without end."""
+def test_files_from_outside_are_checked_before_they_are_opened():
+    """A named pipe in place of a file used to block forever, and a device was read without end."""
     files = {name: source for name, source in sources().items() if name != "regular_files"}
     assert set(unguarded(files)) == OUR_OWN | LOOKED_AT
 
@@ -259,8 +266,8 @@ def test_files_that_others_name_are_looked_at():
         "pyarrow.parquet.ParquetFile(path)",
     ],
 )
-def test_a_file_that_is_just_opened_is_seen(line):
-    """Negative control."""
+def test_an_unchecked_file_is_noticed(line):
+    """Negative control of the check above."""
     assert unguarded({"a.b": f"def f(path):\n    {line}\n"}) == ["b.f"]
     assert (
         unguarded({"a.b": "def f(path):\n    regular_files.check(path)\n    load_file(path)\n    lock.open()\n"}) == []
@@ -268,7 +275,7 @@ def test_a_file_that_is_just_opened_is_seen(line):
 
 
 def test_help_imports_nothing_heavy():
-    """`specctl --help` answers at once only while nothing heavy is imported on the way."""
+    """Heavy imports would delay `specctl --help`."""
     code = (
         "import sys\nfrom specctl.cli.main import run\ncode = run(['--help'])\n"
         "heavy = {'torch', 'transformers', 'pydantic', 'numpy', 'datasets', 'deepspeed', 'yaml'} & set(sys.modules)\n"
@@ -279,7 +286,7 @@ def test_help_imports_nothing_heavy():
     assert "train-drafter" in done.stdout
 
 
-def test_a_wrong_drafter_is_refused_before_anything_heavy_is_imported():
+def test_a_wrong_drafter_is_refused_before_torch_is_imported():
     code = (
         "import sys\nfrom specctl.cli.main import run\ncode = run(['eval', '--drafter', 'nowhere+lookup'])\n"
         "sys.exit(99 if 'torch' in sys.modules else code)"
@@ -288,8 +295,8 @@ def test_a_wrong_drafter_is_refused_before_anything_heavy_is_imported():
     assert done.returncode == 2 and "no drafter nowhere" in done.stderr
 
 
-def test_no_two_classes_have_one_name():
-    """Who searches for a class finds one."""
+def test_class_names_are_unique():
+    """A search for a class name should find one class."""
     names = [
         node.name
         for source in sources().values()
@@ -313,20 +320,20 @@ MANY_PARAMETERS = {
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
-    """The names of a function's parameters but `self` and `cls`."""
+    """Return the names of a function's parameters without `self` and `cls`."""
     given = function.args
     every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
     return [each.arg for each in every if each is not None and each.arg not in ("self", "cls")]
 
 
 def wide(source: str) -> list[str]:
-    """The functions of a file with more parameters than a caller can keep apart."""
+    """Return the functions of a file with more than `MOST_PARAMETERS` parameters."""
     functions = (node for node in statements(parsed(source)) if isinstance(node, ast.FunctionDef))
     return [function.name for function in functions if len(parameters(function)) > MOST_PARAMETERS]
 
 
 def test_functions_have_few_parameters():
-    """Triton kernels get addresses and strides one by one, so their room does not count."""
+    """Triton kernels are exempt, because they take addresses and strides as single arguments."""
     counted = {
         name: wide(source) for name, source in sources().items() if not name.startswith("kernels.triton_backend.")
     }
@@ -336,6 +343,6 @@ def test_functions_have_few_parameters():
     assert {name: len(counted[name]) for name in MANY_PARAMETERS} == MANY_PARAMETERS, "lower the budget"
 
 
-def test_a_wide_function_is_seen():
-    """Negative control."""
+def test_a_function_with_many_parameters_is_noticed():
+    """Negative control of the check above."""
     assert wide("def f(a, b, c, /, d, *e, g=1, **h): ...\nclass C:\n    def m(self, a, b, c, d, e, f): ...") == ["f"]

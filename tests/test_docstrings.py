@@ -1,4 +1,4 @@
-"""How docstrings of the package begin: with a noun or a verb, so that nobody needs the name to parse the sentence."""
+"""Docstrings of the package start with a noun or a verb, which makes them readable without the name of the object."""
 
 import ast
 from pathlib import Path
@@ -10,20 +10,20 @@ RIDDLES = ("Of", "Those", "That", "Which", "What")
 
 
 def riddles(source: str) -> list[str]:
-    """The docstrings, those of attributes too, that begin with a word of `RIDDLES`."""
+    """Return docstrings, including those after attributes, that start with a word of `RIDDLES`."""
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
     texts = (node.value.value for node in nodes if isinstance(node.value, ast.Constant))
     return [text for text in texts if isinstance(text, str) and text.partition(" ")[0] in RIDDLES]
 
 
-def test_docstrings_begin_with_a_noun_or_a_verb():
+def test_docstrings_start_with_a_noun_or_a_verb():
     wrong = {path.relative_to(PACKAGE).as_posix(): riddles(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     assert {path: texts for path, texts in wrong.items() if texts} == {}
 
 
 @pytest.mark.parametrize("word", RIDDLES)
-def test_a_riddle_is_seen(word):
-    """Negative control: of a module, a function and an attribute."""
+def test_a_bad_start_is_noticed(word):
+    """Negative control for a module, a function and an attribute."""
     text = f'"""{word} the others are."""'
     assert len(riddles(f"{text}\nx = 1\n{text}\n\n\ndef f():\n    {text}\n")) == 3
     assert riddles('"""A module."""\n\n\ndef f():\n    """Whatever is left."""\n') == []

@@ -1,4 +1,4 @@
-"""A row of its table is all that a family or a format needs outside of its own module."""
+"""A new family or format needs one row in its table, and no other change outside its module."""
 
 import json
 import pkgutil
@@ -24,7 +24,7 @@ TOYS = {
     "follower": Family("tests.toys.follower:FAMILY", trainable=None),
     "head": Family("tests.toys.head:FAMILY", rates={"adamw": 1e-3, "muon": 1e-3}, supports_stride=False),
 }
-CHECKED = ("head",)  # a family without gradients has no forward to compare
+CHECKED = ("head",)  # a family without gradients has no forward pass to compare
 PROMPTS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Name the days of the week."]
 
 
@@ -45,8 +45,8 @@ def distilled(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["follower", pytest.param("head", marks=pytest.mark.slow)])
-def test_a_new_family_goes_the_whole_way(toys, distilled, name, tmp_path, monkeypatch):
-    """Were a fact of a family kept anywhere else, one of these commands would not know the new one."""
+def test_a_new_family_works_in_every_command(toys, distilled, name, tmp_path, monkeypatch):
+    """Catches a command that keeps its own list of families."""
     monkeypatch.chdir(tmp_path)
     options, data = distilled
     few = {"target__device": "cpu", "target__dtype": "fp32", "eval__prompts": 1, "eval__max_new_tokens": 8}
@@ -61,7 +61,7 @@ def test_a_new_family_goes_the_whole_way(toys, distilled, name, tmp_path, monkey
 
 
 def goes_through_paper(drafter, family, monkeypatch):
-    """Export and import by a format that is one file and one row."""
+    """Export and import with a new format that is one file and one row."""
     monkeypatch.setitem(FORMATS, "paper", Format("tests.toys.paper", (family,), ("origami",)))
     written = document(["export", str(drafter), "--to", "origami", "--check" if family in CHECKED else "--overwrite"])
     place, target = Path(written["output"]).absolute(), str(builtin_path())
@@ -77,13 +77,13 @@ def goes_through_paper(drafter, family, monkeypatch):
 
 
 def document(arguments):
-    """The JSON document of a command line."""
+    """Return the JSON document printed by a command line."""
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
-def test_recipes_take_what_is_in_the_table(toys):
+def test_recipes_accept_the_families_of_the_table(toys):
     assert TrainRecipe(arch="follower").name == "sql-follower"
     assert "head" in TrainRecipe.model_json_schema()["properties"]["arch"]["enum"]
     for recipe, wrong in ((TrainRecipe, "os"), (TrainRecipe, 3), (OnlineRecipe, "follower")):
@@ -92,10 +92,10 @@ def test_recipes_take_what_is_in_the_table(toys):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_paths_of_a_row_exist(name):
-    """They are looked up when they are needed, which may be at the end of a long run."""
+def test_the_paths_of_a_family_exist(name):
+    """They are resolved when needed, which may be at the end of a long run."""
     family = FAMILIES[name]
-    assert family.implementation == f"specctl.drafters.{name}.drafter:FAMILY"  # where its name says, as for all
+    assert family.implementation == f"specctl.drafters.{name}.drafter:FAMILY"  # follows from the name
     assert pkgutil.resolve_name(family.implementation).name == name
     if family.trainable is not None:
         pkgutil.resolve_name(family.trainable)
@@ -103,8 +103,8 @@ def test_the_paths_of_a_row_exist(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_has_what_its_protocol_says(name):
-    """Were a function missing or misspelt, one command in a hundred would find out."""
+def test_a_format_implements_its_protocol(name):
+    """A missing or misspelled function would only fail in the one command that uses it."""
     row = FORMATS[name]
     assert {*row.families} <= {*FAMILIES} and row.readers
     functions = [function for function in vars(registry.FormatModule) if not function.startswith("_")]
@@ -114,7 +114,7 @@ def test_a_format_has_what_its_protocol_says(name):
         assert [*signature(getattr(registry.FormatModule, function)).parameters][1:] == [*told]
 
 
-def test_options_and_recipes_take_the_formats_of_the_table(monkeypatch):
+def test_recipes_accept_the_formats_of_the_table(monkeypatch):
     monkeypatch.setitem(FORMATS, "paper", Format("tests.toys.paper", ("eagle",), ("origami",)))
     assert ExportRecipe(to="origami").to == "origami" and ImportRecipe(format="paper").format == "paper"
     with pytest.raises(ValidationError, match=r"Input should be 'vllm', 'sglang', .* or 'origami'"):
@@ -124,17 +124,17 @@ def test_options_and_recipes_take_the_formats_of_the_table(monkeypatch):
 
 
 def test_one_format_writes_a_family_for_a_reader():
-    """Of two, one would win by the order of the table, and nobody would know which."""
+    """With two, the order of the table would decide silently."""
     pairs = [(family, to) for row in FORMATS.values() for family in row.families for to in row.readers]
     assert len(set(pairs)) == len(pairs)
 
 
-def test_drafters_by_name_exist():
+def test_drafters_without_weights_can_be_built():
     for path in WEIGHTLESS_DRAFTERS.values():
         assert pkgutil.resolve_name(path)(DraftingRecipe()).taps == ()
 
 
-def test_help_lists_families():
+def test_help_lists_the_families():
     text = " ".join(CliRunner().invoke(app, ["train-drafter", "--help"], env={"COLUMNS": "200"}).output.split())
     assert "eagle3, eagle, peagle, dflash, mtp, hydra, medusa, lm or retrieval" in text
     assert families.listed(["lm"]) == "lm"

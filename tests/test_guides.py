@@ -1,7 +1,7 @@
-"""The user guides: their commands are understood, what they name exists, and `specctl guide` shows them.
+"""The user guides: their commands parse, the names in them exist, and `specctl guide` prints them.
 
-Every `specctl …` in a block of shell commands is parsed by the command line itself, down to the recipe, and is stopped
-before it runs. Commands that need no model, server or network are run.
+Every `specctl …` in a shell block is parsed by the command line and resolved to a recipe, and then stopped. Commands
+that need no model, server or network are run.
 """
 
 import ast
@@ -52,7 +52,7 @@ def page(topic: str) -> str:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The arguments of every `specctl` command in the shell blocks of a page, in their order."""
+    """Return the arguments of every `specctl` command in the shell blocks of a page, in order."""
     found: list[list[str]] = []
     for language, block in FENCE.findall(text):
         if language != "sh":
@@ -63,7 +63,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def _simple(line: str) -> list[list[str]]:
-    """The simple commands of a line of shell, as words."""
+    """Split a line of shell into simple commands, as words."""
     parts: list[list[str]] = [[]]
     for word in shlex.split(line, comments=True):
         if word in SHELL:
@@ -74,7 +74,7 @@ def _simple(line: str) -> list[list[str]]:
 
 
 def _arguments(words: list[str]) -> list[str] | None:
-    """The arguments of `VARIABLE=… specctl …` or `torchrun … -m specctl …`; None for other programs."""
+    """Return the arguments of `VARIABLE=… specctl …` or `torchrun … -m specctl …`, or None for another program."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
     if words[:1] == ["specctl"]:
@@ -90,7 +90,7 @@ def subcommand(argv: list[str]) -> str:
 
 
 def runs_here(argv: list[str]) -> bool:
-    """Whether a command needs no model, drafter, server or network."""
+    """Return whether a command needs no model, drafter, server or network."""
     name = subcommand(argv)
     if name in NEEDS_NOTHING:
         return "--target" not in argv or argv[argv.index("--target") + 1] == "builtin"
@@ -99,7 +99,7 @@ def runs_here(argv: list[str]) -> bool:
 
 @pytest.fixture
 def understood(specctl, monkeypatch, tmp_path):
-    """`understood(argv)`: what is wrong with a command, or ""; recipes are resolved in full and then not run."""
+    """Return `check(argv)`: the error of a command or ""; recipes are resolved and not run."""
     seen: list[object] = []
 
     def stop(*args, **options):
@@ -122,7 +122,7 @@ def understood(specctl, monkeypatch, tmp_path):
 
 
 def parsed(argv: list[str]) -> str:
-    """What Typer says against a command without a recipe, or ""."""
+    """Return Typer's error for a command without a recipe, or ""."""
     try:
         command, rest = get_command(app), [*argv]
         context = command.make_context("specctl", rest)
@@ -137,8 +137,8 @@ def parsed(argv: list[str]) -> str:
 
 
 @pytest.mark.parametrize("topic", guide.TOPICS)
-def test_every_command_of_a_guide_is_understood(topic, understood):
-    """A renamed option would be noticed by the first user who copies the command."""
+def test_every_command_of_a_guide_parses(topic, understood):
+    """Catches a renamed option before the first user copies the command."""
     found = commands(page(topic))
     assert found, "a guide shows at least one command"
     wrong = {shlex.join(argv): said for argv in found if (said := understood(argv))}
@@ -162,21 +162,21 @@ def test_every_command_of_a_guide_is_understood(topic, understood):
         "SPECCTL_KV=paged specctl distill --domains sql",
     ],
 )
-def test_a_wrong_command_is_seen(wrong, understood):
+def test_a_wrong_command_is_noticed(wrong, understood):
     """Negative control of the test above."""
     (argv,) = commands(f"```sh\n{wrong}\n```\n")
     assert understood(argv)
 
 
-def test_commands_are_found():
-    """Continued lines, pipes, variables and comments; no other program, and no output."""
+def test_commands_are_found_in_shell_blocks():
+    """Continued lines, pipes, variables and comments are handled; other programs and output are skipped."""
     text = "```sh\ncat a | specctl eval \\\n  --prompts -   # stdin\nA=1 specctl doctor && vllm serve specctl\n```\n"
     text += "```text\nspecctl nothing\n```\n"
     assert commands(text) == [["eval", "--prompts", "-"], ["doctor"]]
 
 
-def test_commands_that_need_nothing_run(specctl):
-    """Lists, checks and plans of the guides, in the order of the pages, in one directory."""
+def test_commands_that_need_no_model_run(specctl):
+    """Runs lists, checks and plans of all guides, in page order, in one directory."""
     kept = [argv for topic in guide.TOPICS for argv in commands(page(topic)) if runs_here(argv)]
     unique = [list(argv) for argv in dict.fromkeys(map(tuple, kept))]
     assert {"doctor", "domains", "recipes", "guide", "distill", "train-drafter"} <= set(map(subcommand, unique))
@@ -186,7 +186,7 @@ def test_commands_that_need_nothing_run(specctl):
 
 @cache
 def keys() -> frozenset[str]:
-    """All keys of recipes, and their sections."""
+    """Return all keys of recipes and their sections."""
     recipes = json.loads((ROOT / "tests/golden/recipes.json").read_text())
     names = {key for known in recipes.values() for key in known}
     return frozenset(names | {name.rpartition(".")[0] for name in names})
@@ -199,7 +199,7 @@ def flags() -> frozenset[str]:
 
 
 def unknown(text: str) -> list[str]:
-    """Recipe keys, flags and variables in backticks that do not exist."""
+    """Return recipe keys, flags and variables in backticks that do not exist."""
     spans = SPAN.findall(FENCE.sub("", text))
     wrong = []
     for span in spans:
@@ -220,8 +220,8 @@ def test_keys_flags_and_variables_of_a_guide_exist(topic):
 
 
 @pytest.mark.parametrize("wrong", ["`filters.near`", "`--temprature 0`", "`SPECCTL_KVS=1`", "`drafting.widht=2`"])
-def test_an_unknown_name_is_seen(wrong):
-    """Negative control, beside names that exist."""
+def test_an_unknown_name_is_noticed(wrong):
+    """Negative control, together with names that exist."""
     right = "`filters.near_excluded`, `--seed N`, `SPECCTL_TARGET__DTYPE=fp32`, `SPECCTL_KV_GIB`, `result.json`"
     assert unknown(right) == []
     assert len(unknown(f"{right} {wrong}")) == 1
@@ -229,29 +229,29 @@ def test_an_unknown_name_is_seen(wrong):
 
 @cache
 def strings() -> str:
-    """All string constants of the package."""
+    """Return all string constants of the package, joined."""
     constants = (node.value for tree in sources().values() for node in ast.walk(tree) if isinstance(node, ast.Constant))
     return "\n".join(value for value in constants if isinstance(value, str))
 
 
 def unsaid(text: str) -> list[str]:
-    """Parts of error messages, in the first column of the table `Errors`, that no string of the package has."""
+    """Return parts of the messages in the table `Errors` that occur in no string of the package."""
     table = text.partition("## Errors\n")[2].partition("\n## ")[0]
     quoted = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
     parts = [part.strip(" ,?)=") for message in quoted for part in re.split(r"…|\(", message)]
     return [part for part in parts if part and part not in strings() and part not in OTHERS_MESSAGES]
 
 
-def test_the_errors_that_are_explained_exist():
-    """A message that was reworded is looked for in vain."""
+def test_the_explained_errors_exist():
+    """Catches a message that was reworded in the code only."""
     text = page("troubleshooting")
     assert text.count("\n| `") > 20 and unsaid(text) == []
     assert unsaid(text.replace("`no drafter …`", "`no drafter anywhere …`")) == ["no drafter anywhere"]
 
 
 @pytest.mark.parametrize("topic", guide.TOPICS)
-def test_the_form_of_a_guide(topic):
-    """A page that fits its reader's patience, and a terminal."""
+def test_a_guide_has_the_common_layout(topic):
+    """Short enough for its reader and for a terminal."""
     lines = page(topic).splitlines()
     assert 60 <= len(lines) <= 150
     assert max(map(len, lines)) <= 150
@@ -266,7 +266,7 @@ def test_every_file_is_a_topic():
     assert set(guide.SEARCHED).isdisjoint(guide.TOPICS)
 
 
-def test_the_list_shows_all(specctl):
+def test_the_list_shows_all_guides(specctl):
     assert specctl("guide", "-q").out.split() == list(guide.TOPICS)
     rows = specctl("guide", "--json").json["guides"]
     assert [row["topic"] for row in rows] == list(guide.TOPICS)
@@ -274,8 +274,8 @@ def test_the_list_shows_all(specctl):
     assert all(row["topic"] in shown and row["about"] in shown for row in rows)
 
 
-def test_a_guide_off_a_terminal_is_its_text(specctl):
-    """Pagers and grep see the Markdown itself: rich would take `[0,4,8]` for markup, and cut lines at 80 columns."""
+def test_a_guide_in_a_pipe_is_printed_verbatim(specctl):
+    """rich would take `[0,4,8]` for markup and cut lines at 80 columns."""
     for topic in guide.TOPICS:
         assert specctl("guide", topic).out == page(topic)
     assert specctl("guide", "gpu", "--json").json == {"topic": "gpu", "text": page("gpu")}
@@ -291,7 +291,7 @@ def test_a_guide_on_a_terminal_is_formatted(specctl, monkeypatch):
 
 
 @pytest.mark.parametrize(("word", "meant"), [("lernin", "learning"), ("export", "engines"), ("vlm", "engines")])
-def test_another_word_leads_to_its_guide(specctl, word, meant):
+def test_a_similar_word_suggests_a_guide(specctl, word, meant):
     done = specctl("guide", word)
     assert done.code == 2 and f"did you mean {meant}?" in done.err
 
@@ -301,8 +301,8 @@ def test_an_unknown_word_lists_the_guides(specctl):
     assert done.code == 2 and done.json["error"]["hint"] == f"guides: {', '.join(guide.TOPICS)}"
 
 
-def test_a_guide_imports_nothing_heavy():
-    """It is asked for on login nodes; torch alone takes seconds."""
+def test_guide_imports_nothing_heavy():
+    """Guides are read on login nodes; torch alone takes seconds."""
     code = (
         "import sys; from specctl.cli.main import run; run(['guide', 'gpu'])\n"
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)"

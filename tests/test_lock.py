@@ -1,4 +1,4 @@
-"""One process at a time: whoever is second is told who is first, and nobody waits for the dead."""
+"""One process at a time holds a directory: the second gets an error naming the first, and dead holders do not block."""
 
 import errno
 import json
@@ -42,12 +42,12 @@ def take(place):
 
 
 def sign(path, **about):
-    """What a process on another machine has signed."""
+    """Write a lock file signed by a process on another machine."""
     path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "time": "2026-01-01", "machine": "other", **about}))
 
 
-def test_a_killed_holder_keeps_nobody_out(place, capsys):
-    """Not even by a program that it has started, and that lives on."""
+def test_a_killed_holder_does_not_block(place, capsys):
+    """Not even if a child process of the holder survives."""
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(place)], stdout=subprocess.PIPE, text=True)
     child = int(holder.stdout.readline())
     try:
@@ -68,8 +68,8 @@ def test_a_killed_holder_keeps_nobody_out(place, capsys):
         holder.stdout.close()
 
 
-def test_nothing_is_left_behind(place):
-    """A directory with nothing in it would be in the way of the next command; what was written there stays."""
+def test_a_lock_removes_itself_and_an_empty_directory(place):
+    """An empty directory would disturb the next command; files written there stay."""
     with pytest.raises(ZeroDivisionError), take(place):
         assert (place / lock.NAME).exists()
         raise ZeroDivisionError
@@ -81,7 +81,7 @@ def test_nothing_is_left_behind(place):
 
 
 def compete(place, start, outcome):
-    """Try once with all others, and hold what was won until all have tried."""
+    """Compete for the lock, and hold it until every competitor has tried."""
     start.wait()
     try:
         with take(place):
@@ -108,8 +108,8 @@ def test_a_race_has_one_winner(place, stale):
         assert sum(outcome.get() for _ in racers) == 1
 
 
-def test_who_lets_go_in_between_is_no_holder(place, monkeypatch):
-    """Between our open and our flock the file is gone, and another one in its place: ours would be of nothing."""
+def test_a_lock_replaced_while_opening_is_taken_again(place, monkeypatch):
+    """Between our open and our flock the file is replaced, and our lock would be on a deleted file."""
     flock, opened = lock.fcntl.flock, []
 
     def slow(fd, how):
@@ -129,13 +129,13 @@ def unknown(fd, how):
 
 
 def granted(fd, how):
-    """A file system whose locks end at the machine: elsewhere, whoever asks gets one."""
+    """flock on a file system that locks per machine only: always granted."""
 
 
 @pytest.mark.parametrize("flock", [lock.fcntl.flock, unknown, granted])
 @pytest.mark.parametrize("text", [None, ""])
-def test_a_holder_out_of_sight_that_has_died(place, monkeypatch, capsys, flock, text):
-    """A requeued job on another node, or a restarted pod, goes on by itself."""
+def test_a_dead_holder_on_another_machine_does_not_block(place, monkeypatch, capsys, flock, text):
+    """A requeued job on another node, or a restarted pod, continues without help."""
     monkeypatch.setattr(lock.fcntl, "flock", flock)
     sign(place / lock.NAME) if text is None else (place / lock.NAME).write_text(text)
     with take(place):
@@ -146,8 +146,8 @@ def test_a_holder_out_of_sight_that_has_died(place, monkeypatch, capsys, flock, 
 
 
 @pytest.mark.parametrize("flock", [unknown, granted])
-def test_a_holder_out_of_sight_that_lives(place, monkeypatch, flock):
-    """Its signature goes on, and so do we not, wherever no flock keeps us out."""
+def test_a_live_holder_on_another_machine_blocks(place, monkeypatch, flock):
+    """Its signature keeps changing, also on file systems without a shared flock."""
     monkeypatch.setattr(lock.fcntl, "flock", flock)
     with take(place):
         monkeypatch.setattr(lock, "_machine", lambda fd: "another")
@@ -156,7 +156,7 @@ def test_a_holder_out_of_sight_that_lives(place, monkeypatch, flock):
         assert (place / lock.NAME).exists()
 
 
-def test_of_two_that_have_watched_the_last_to_sign_goes_on(place, monkeypatch):
+def test_of_two_waiting_processes_the_last_to_sign_wins(place, monkeypatch):
     signed = lock.Lock._sign
 
     def beaten(self, fd):
@@ -170,8 +170,8 @@ def test_of_two_that_have_watched_the_last_to_sign_goes_on(place, monkeypatch):
         pass
 
 
-def test_who_is_thought_dead_removes_nobody_elses_lock(place, monkeypatch):
-    """Stopped for a minute on another machine, it wakes up and ends: the lock is no longer its own."""
+def test_a_process_taken_for_dead_keeps_the_lock_of_its_successor(place, monkeypatch):
+    """Paused for a minute on another machine, it wakes up and ends; the lock is no longer its own."""
     monkeypatch.setattr(lock, "BEAT", 60.0)
     sleeper = lock.Lock(place / lock.NAME)
     sign(place / lock.NAME, id="another")
@@ -180,7 +180,7 @@ def test_who_is_thought_dead_removes_nobody_elses_lock(place, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "directory", "pipe", "text", "list", "long"])
-def test_a_file_that_is_no_lock_is_left_alone(place, tmp_path, kind):
+def test_a_file_that_is_not_a_lock_is_left_alone(place, tmp_path, kind):
     path, other = place / lock.NAME, tmp_path / "thesis"
     other.write_text("my thesis")
     texts = {"text": "my thesis", "list": "[1]", "long": json.dumps({"host": "a", "pid": 1, "more": "x" * 600})}
@@ -202,7 +202,7 @@ def test_a_file_that_is_no_lock_is_left_alone(place, tmp_path, kind):
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_file_system_without_hard_links(place, monkeypatch):
+def test_locking_works_without_hard_links(place, monkeypatch):
     def none(one, other):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -213,7 +213,7 @@ def test_a_file_system_without_hard_links(place, monkeypatch):
             pass
 
 
-def test_the_first_of_several_processes_locks_for_all(place, monkeypatch):
+def test_rank_zero_locks_for_all_ranks(place, monkeypatch):
     with take(place):
         monkeypatch.setenv("RANK", "1")
         with take(place):
@@ -222,7 +222,7 @@ def test_the_first_of_several_processes_locks_for_all(place, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_cannot_be_written(place):
+def test_a_read_only_directory_is_an_error(place):
     place.chmod(0o500)
     try:
         with pytest.raises(SpecctlError, match="cannot write"), take(place):

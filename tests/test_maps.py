@@ -1,9 +1,8 @@
-"""README.md, specctl/README.md and .github/CONTRIBUTING.md name only files and names that exist, and every room.
-The user guides in specctl/guides/ name only what exists, too.
+"""README.md, specctl/README.md, .github/CONTRIBUTING.md and the user guides name only files and names that exist.
 
-What stands in backticks, in blocks of code or behind links is looked up: paths, modules, and names that are written
-like code (`Engine`, `DraftTree`, `on_round`, `Game.scored`). A plain word (`decode`, `eagle3`) is a name or a string of
-the package.
+The map in specctl/README.md lists every room. Checked are backticks, code blocks and links: paths, modules, and names
+written like code (`Engine`, `DraftTree`, `on_round`, `Game.scored`). A plain word (`decode`, `eagle3`) must be a name
+or a string of the package.
 """
 
 import ast
@@ -20,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MAP = "specctl/README.md"
 GUIDES = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "specctl/guides").glob("*.md")))
 PAGES = ("README.md", MAP, ".github/CONTRIBUTING.md", *GUIDES)
-FOLDERS = ("specctl", "data_prep", "recipes")  # of the package, as it is installed
+FOLDERS = ("specctl", "data_prep", "recipes")  # of the installed package
 ROOMS = sorted(path.name for path in (ROOT / "specctl").iterdir() if (path / "__init__.py").exists())
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 BLOCK = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -37,15 +36,18 @@ FOREIGN = {"README.md", "__main__.py"}
 
 @cache
 def sources() -> dict[str, ast.Module]:
-    """Path below the root → syntax tree, of the whole package."""
+    """Return the syntax tree of every file of the package, by path below the root."""
     found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in found}
 
 
 @cache
 def words() -> tuple[frozenset[str], frozenset[str]]:
-    """(defined, strings): modules, classes, functions, arguments, variables, attributes, imports and `Class.member`s
-    of the package; its strings that are words, such as values of recipes."""
+    """Return (defined, strings).
+
+    `defined` holds modules, classes, functions, arguments, variables, attributes, imports and `Class.member`s.
+    `strings` holds constants that are words, such as values of recipes.
+    """
     names = {part for path in sources() for part in path.removesuffix(".py").split("/")}
     strings: set[str] = set()
     for node in (node for tree in sources().values() for node in ast.walk(tree)):
@@ -72,7 +74,7 @@ def _members(node: ast.ClassDef) -> set[str]:
 
 
 def there(path: str) -> bool:
-    """Whether a path that a page mentions exists: from the root, or from any folder of the package."""
+    """Return whether a path on a page exists, from the root or from any folder of the package."""
     path = path.removeprefix("../").removeprefix("./")
     if (ROOT / path).exists():
         return True
@@ -80,7 +82,7 @@ def there(path: str) -> bool:
 
 
 def missing(page: str, text: str) -> list[str]:
-    """What a page mentions and is nowhere, each once."""
+    """Return the names on a page that do not exist, each once."""
     spans, blocks = SPAN.findall(BLOCK.sub("", text)), BLOCK.findall(text)
     code = "\n".join([*spans, *blocks])
     wrong = {path for path in FILE.findall(code) if path not in FOREIGN and not there(path)}
@@ -97,7 +99,7 @@ def missing(page: str, text: str) -> list[str]:
 
 
 def _like_code(name: str, span: str) -> bool:
-    """Whether a name is one of ours by its looks; environment variables and file names are not."""
+    """Return whether a name looks like one of ours; environment variables and file names do not."""
     return bool(WRITTEN_LIKE_CODE.fullmatch(name)) and not re.search(rf"\$|{name}\.\w+$|^(?:OMP|SPECCTL)_", span)
 
 
@@ -107,29 +109,29 @@ def _is_module(name: str) -> bool:
 
 
 def mapped(text: str) -> set[str]:
-    """Rooms in the first column of the map's table, as paths below the root."""
+    """Return the rooms in the first column of the map's table, as paths below the root."""
     rows = re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE)
     rooms = {room for row in rows for room in re.findall(r"`([\w/]+)/`", row)}
     return {room if room.split("/")[0] in FOLDERS else f"specctl/{room}" for room in rooms}
 
 
 def rooms() -> set[str]:
-    """Folders of the package that hold Python files, as paths below the root."""
+    """Return the folders of the package with Python files, as paths below the root."""
     return {path.rpartition("/")[0] for path in sources()}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_names_is_there(page):
-    """A page that names what was moved or renamed sends people astray."""
+def test_names_on_a_page_exist(page):
+    """Catches a page that refers to a moved or renamed file."""
     assert missing(page, (ROOT / page).read_text()) == []
 
 
-def test_every_room_has_its_line():
+def test_the_map_lists_every_room():
     assert mapped((ROOT / MAP).read_text()) == rooms()
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """All statements below a node. `ast.walk` also visits their expressions, which are most of a tree."""
+    """Yield all statements below a node. `ast.walk` would also visit expressions, which are most of a tree."""
     for block in ("body", "orelse", "finalbody", "handlers", "cases"):
         for node in getattr(tree, block, ()):
             yield node
@@ -138,7 +140,7 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def remarks(source: str) -> list[str]:
-    """The docstrings and comments of a module."""
+    """Return the docstrings and comments of a module."""
     nodes = (node for node in statements(ast.parse(source)) if isinstance(node, ast.Expr))
     constants = (node.value.value for node in nodes if isinstance(node.value, ast.Constant))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -148,14 +150,14 @@ def remarks(source: str) -> list[str]:
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Dotted name below the package → syntax tree, of its modules and rooms; those of recipes/ and data_prep/, too."""
+    """Return the syntax trees of all modules and rooms by dotted name, including recipes/ and data_prep/."""
     parts = ((path.removesuffix(".py").split("/"), tree) for path, tree in sources().items())
     return {".".join(names).removeprefix("specctl.").removesuffix(".__init__"): tree for names, tree in parts}
 
 
 @cache
 def contents(module: str) -> frozenset[str]:
-    """Whatever a module, or a room's `__init__`, has a name for: what it defines or imports, and members of classes."""
+    """Return the names that a module or a room's `__init__` defines or imports, and members of its classes."""
     nodes = list(ast.walk(modules()[module])) if module in modules() else []
     names = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -165,8 +167,10 @@ def contents(module: str) -> frozenset[str]:
 
 
 def stale(source: str) -> set[str]:
-    """Files, modules and names of modules that its docstrings and comments cite, and that are nowhere: neither here nor
-    in another repository."""
+    """Return files and dotted names cited in docstrings and comments that do not exist here.
+
+    Files of other repositories are skipped.
+    """
     if not (FILE.search(source) or DOTTED.search(source)):
         return set()
     texts = remarks(source)
@@ -177,8 +181,10 @@ def stale(source: str) -> set[str]:
 
 
 def _cites(name: str, source: str) -> bool:
-    """Whether a dotted name is of one of our modules: it begins with a room or with a file's name. A key of a recipe
-    and an attribute of what the source itself has a variable for (`state.memory`) are none."""
+    """Return whether a dotted name refers to one of our modules: it starts with a room or a file name.
+
+    Recipe keys, and attributes of a variable in the source (`state.memory`), do not count.
+    """
     first = name.split(".")[0]
     if _is_key(name) or name.endswith((".json", ".jsonl", ".txt", ".yaml")):
         return False
@@ -188,7 +194,7 @@ def _cites(name: str, source: str) -> bool:
 
 
 def _variables(source: str) -> set[str]:
-    """Names of arguments, variables and attributes of a source; modules that it imports are none."""
+    """Return the names of arguments, variables and attributes of a source, without its imports."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -200,7 +206,7 @@ def _variables(source: str) -> set[str]:
 
 
 def _resolves(name: str) -> bool:
-    """Whether `room.module`, `module.name`, `room.module.Class.member` and the like is there."""
+    """Return whether `room.module`, `module.name`, `room.module.Class.member` and similar names exist."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         head = ".".join(parts[:count])
@@ -216,12 +222,12 @@ def _keys() -> str:
 
 
 def _is_key(name: str) -> bool:
-    """Whether recipes have such a key."""
+    """Return whether recipes have this key."""
     return f'{name}"' in _keys()
 
 
-def test_remarks_name_what_is_there():
-    """A comment that sends its reader to a file that was renamed is worse than none."""
+def test_names_in_docstrings_and_comments_exist():
+    """A comment that refers to a renamed file is worse than none."""
     wrong = {path: stale((ROOT / path).read_text()) for path in sources()}
     assert {path: names for path, names in wrong.items() if names} == {}
 
@@ -237,8 +243,8 @@ STALE = [
 
 
 @pytest.mark.parametrize("remark", STALE)
-def test_a_stale_remark_is_seen(remark):
-    """Negative control, beside what is there: a file, a module, a name of one, a recipe's key, an attribute."""
+def test_a_stale_comment_is_noticed(remark):
+    """Negative control, together with an existing file, module, name, recipe key and attribute."""
     right = "see engine.py, `drafters.checkpoint`, `watchdog.Watchdog.state`, `stream.chunk`, `plan.width`"
     assert stale(f'"""A module; {right}."""\n\n\ndef f(plan):\n    pass\n') == set()
     assert len(stale(f'"""A module; {remark}."""\n')) == len(stale(f"x = 1  # {remark}\n")) == 1
@@ -261,13 +267,13 @@ def test_a_stale_remark_is_seen(remark):
         "```\nspecctl generate\n  decoding/measure.py   measures\n```",
     ],
 )
-def test_a_wrong_name_is_seen(wrong):
-    """Negative control: the checks above would be vacuous if they saw nothing."""
+def test_a_wrong_name_is_noticed(wrong):
+    """Negative control of the check of pages."""
     assert len(missing(MAP, f"# A page\n\nAn `Engine` and `decoding/engine.py`.\n\n{wrong}\n")) == 1
 
 
-def test_a_missing_room_is_seen():
-    """Negative control: a row that is gone, and a row of a room that does not exist."""
+def test_a_missing_room_is_noticed():
+    """Negative control: a removed row, and a row for a room that does not exist."""
     text = (ROOT / MAP).read_text()
     assert rooms() - mapped(re.sub(r"^\| `kernels/` .*\n", "", text, flags=re.MULTILINE)) == {"specctl/kernels"}
     assert mapped(text + "| `stages/` | Which? |\n") - rooms() == {"specctl/stages"}

@@ -1,4 +1,4 @@
-"""The wheel: what it holds, what it puts into site-packages, and that its command runs from there."""
+"""The wheel: its files, its top-level names, and that the installed command runs."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built without network, from a copy: setuptools leaves a build folder in the source."""
+    """Build the wheel without network, from a copy, because setuptools leaves a build folder in the source."""
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     source.mkdir()
@@ -38,7 +38,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(wheel, tmp_path_factory) -> Path:
-    """The wheel unpacked where nothing else of the checkout can be seen."""
+    """Install the wheel where nothing else of the checkout is visible."""
     folder = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder), str(wheel)]
     subprocess.run(pip, check=True, capture_output=True)
@@ -46,7 +46,7 @@ def site(wheel, tmp_path_factory) -> Path:
 
 
 def installed(site: Path, cwd: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run the installed command outside of the checkout; dependencies come from the environment of the tests."""
+    """Run the installed command outside the checkout; dependencies come from the test environment."""
     script = site / "bin" / "specctl"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SPECCTL_")}
     environment["PYTHONPATH"] = str(site)
@@ -54,13 +54,13 @@ def installed(site: Path, cwd: Path, *argv: str) -> subprocess.CompletedProcess[
 
 
 def test_only_specctl_is_a_top_level_name(wheel):
-    """`data_prep` and `recipes` as top-level packages would collide with other people's."""
+    """`data_prep` and `recipes` as top-level packages would collide with other packages."""
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"specctl"}
 
 
-def test_everything_is_in_the_wheel(wheel):
-    """A package missing from pyproject's list, or an asset from its data, works in the checkout and nowhere else."""
+def test_the_wheel_holds_every_file(wheel):
+    """A package missing from pyproject's list would work in the checkout only."""
     held = set(zipfile.ZipFile(wheel).namelist())
     wanted = set()
     for folder, prefix in (("specctl", "specctl"), ("data_prep", "specctl/data_prep"), ("recipes", "specctl/recipes")):
@@ -76,7 +76,7 @@ def test_the_installed_command_runs(site, tmp_path):
     assert "train-drafter" in shown.stdout
     recipes = installed(site, tmp_path, "recipes", "ls", "-q")
     assert "demo/train" in recipes.stdout.split()
-    # A prompt of every domain: their phrases are files beside the modules.
+    # one prompt of every domain, because phrases are files beside the modules
     code = (
         "import specctl, specctl.data_prep as d; print(specctl.__file__, d.__file__)\n"
         "assert all(next(domain.generate(1, seed=0)) for domain in d.DOMAINS.values())"
@@ -93,7 +93,7 @@ def test_the_installed_command_runs(site, tmp_path):
 
 
 @pytest.mark.slow
-def test_doctor_finds_the_installed_package_whole(site, tmp_path):
+def test_doctor_finds_the_installed_package_complete(site, tmp_path):
     done = installed(site, tmp_path, "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "builtin" in done.stdout

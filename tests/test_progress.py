@@ -1,4 +1,4 @@
-"""What is said while work goes on, and how it is stopped."""
+"""Progress messages during work, and interruption by signals."""
 
 import os
 import signal
@@ -11,14 +11,14 @@ from specctl.errors import Interrupted
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that a test sets forward."""
+    """A clock that a test can advance."""
     now = [1000.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(progress, "_last_line", now[0])
     return now
 
 
-def test_off_a_terminal_a_line_every_half_minute(clock, capsys):
+def test_without_a_terminal_a_line_is_printed_every_half_minute(clock, capsys):
     with progress.track("train", total=100, unit="steps") as bar:
         for _ in range(100):
             clock[0] += 1
@@ -28,8 +28,8 @@ def test_off_a_terminal_a_line_every_half_minute(clock, capsys):
     assert lines[0] == "train 30/100 steps (30%), 1 steps/s, loss=0.25, 1:10 left"
 
 
-def test_what_was_done_before_is_no_speed(clock, capsys):
-    """A run that is continued was said to do hundreds of thousands a second, and to be over at once."""
+def test_skipped_items_do_not_count_for_the_speed(clock, capsys):
+    """A resumed run used to report hundreds of thousands per second and to be nearly done."""
     with progress.track("online", total=100, unit="prompts") as bar:
         clock[0] += 30
         bar.skip(40)
@@ -49,7 +49,7 @@ def test_short_stages_share_the_half_minute(clock, capsys):
 
 
 @pytest.mark.parametrize("silence", ["quiet", "rank"])
-def test_silence(clock, capsys, monkeypatch, silence):
+def test_quiet_mode_and_other_ranks_print_nothing(clock, capsys, monkeypatch, silence):
     if silence == "rank":
         monkeypatch.setenv("RANK", "1")
     progress.set_quiet(silence == "quiet")
@@ -62,7 +62,7 @@ def test_silence(clock, capsys, monkeypatch, silence):
 
 
 def test_nested_bars_on_a_terminal(monkeypatch, capsys):
-    """rich allows one live display: the evaluation inside of a training must not open a second."""
+    """rich allows one live display, so an evaluation inside a training must not open a second."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with progress.track("train", total=2) as outer:
         outer.update()

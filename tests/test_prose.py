@@ -28,7 +28,8 @@ COMPILED = {name: re.compile(pattern, re.MULTILINE) for name, pattern in PATTERN
 
 
 def prose_of(path: Path) -> list[str]:
-    """Docstrings, attribute docstrings and comments of a module; paragraphs of a page without code and tables."""
+    """Return docstrings, attribute docstrings and comments of a module, or paragraphs of a page without code and
+    tables."""
     text = path.read_text()
     if path.suffix == ".md":
         lines = re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines()
@@ -41,7 +42,7 @@ def hits(text: str) -> list[str]:
 
 
 def rooms() -> dict[str, list[Path]]:
-    """Room → its modules, and `pages`."""
+    """Map each room to its modules, and add `pages` and `guides`."""
     found: dict[str, list[Path]] = {"pages": [ROOT / page for page in PAGES]}
     for path in sorted((ROOT / "specctl").rglob("*.py")):
         found.setdefault(path.parent.relative_to(ROOT).as_posix(), []).append(path)
@@ -70,8 +71,8 @@ def test_prose_is_plain():
         "At most so many tokens.",
     ],
 )
-def test_a_riddle_is_seen(riddle):
-    """Negative control."""
+def test_a_hard_sentence_is_noticed(riddle):
+    """Negative control of the test above."""
     assert hits(riddle)
 
 

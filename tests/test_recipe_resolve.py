@@ -1,4 +1,4 @@
-"""Recipes: typed YAML, every error at once and with its place, the nearest name, precedence."""
+"""Recipes: typed YAML, all errors at once with their lines, suggestions, precedence, and earlier spellings."""
 
 import contextlib
 import json
@@ -59,8 +59,8 @@ def problems(*args, **kwargs) -> list[str]:
         ("a: b: c", "a: b: c"),
     ],
 )
-def test_scalars_are_those_of_yaml_1_2(text, value):
-    """YAML 1.1 makes a string of 1e-4, false of no, eight of 010, and seconds of 12:30:00."""
+def test_scalars_follow_yaml_1_2(text, value):
+    """YAML 1.1 reads 1e-4 as a string, no as false, 010 as eight, and 12:30:00 as seconds."""
     read = yaml_file.scalar(text, "o")
     assert read == value
     assert type(read) is type(value)
@@ -134,8 +134,8 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
     ids=lambda text: text[:40],
 )
-def test_a_recipe_is_bounded_whatever_its_aliases_stand_for(tmp_path, text, says):
-    """A few hundred bytes took for ever, or made an error of megabytes."""
+def test_the_size_of_a_recipe_is_limited_with_its_aliases(tmp_path, text, says):
+    """A few hundred bytes used to take forever or to give an error of megabytes."""
     path = tmp_path / "r.yaml"
     path.write_text(text)
     (line,) = problems("generate", path)
@@ -157,27 +157,27 @@ def test_a_recipe_is_bounded_whatever_its_aliases_stand_for(tmp_path, text, says
     ],
     ids=lambda text: text[:40],
 )
-def test_an_override_is_bounded_and_echoed_in_part(override, says):
+def test_an_override_is_limited_and_shortened_in_errors(override, says):
     (line,) = problems("generate", overrides=[override])
     assert says in line and len(line) < 900
 
 
-def test_every_pattern_has_words():
-    """`--device gpu` was answered with a regular expression."""
+def test_every_pattern_has_a_description():
+    """`--device gpu` used to be answered with a regular expression."""
     sources = Path(resolve_module.__file__).parent.glob("*.py")
     found = {match for source in sources for match in re.findall(r'Field\(pattern=r"(.*?)"\)', source.read_text())}
     assert found == set(resolve_module.FORMS)
 
 
 @pytest.mark.parametrize("content", ["9" * 5000, '{"a":' * 100_000], ids=["digits", "deep"])
-def test_a_json_file_beyond_all_measure(tmp_path, content):
+def test_a_huge_json_file_is_refused(tmp_path, content):
     path = tmp_path / "ds.json"
     path.write_text(content)
     (line,) = problems("train-drafter", overrides=[f"deepspeed={path}"])
     assert "neither a mapping nor a JSON file" in line
 
 
-def test_a_file_that_is_no_text(tmp_path):
+def test_a_binary_file_is_refused(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     assert "cannot be read as text" in problems("eval", path)[0]
@@ -185,19 +185,18 @@ def test_a_file_that_is_no_text(tmp_path):
 
 @given(st.text())
 def test_any_text_is_a_recipe_or_a_recipe_error(text):
-    """Nothing but RecipeError comes out of a recipe file, whatever is in it."""
     with contextlib.suppress(RecipeError):
         yaml_file.load(text, "f")
 
 
-def test_an_empty_recipe_is_all_defaults(tmp_path):
+def test_an_empty_recipe_has_all_defaults(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("# nothing\n\ntarget:\n")
     assert resolve("train-drafter", path, environ={}) == TrainRecipe()
 
 
-def test_precedence():
-    """flag > override > environment > default, key by key (the recipe's place is tested through the command)."""
+def test_flags_beat_overrides_beat_environment_beat_defaults():
+    """Key by key; recipe files are tested through the command."""
     resolved = resolve(
         "eval",
         overrides=["sampling.top_p=0.5", "sampling.top_k=5"],
@@ -219,12 +218,12 @@ def test_shorthand_and_text_fields():
     assert (resolved.data.prompts, resolved.data.domain, resolved.optimizer.lr) == ("-", ["sql", "math"], 1e-3)
 
 
-def test_what_kernels_and_the_loop_read_is_no_recipe_key():
+def test_environment_switches_are_not_recipe_keys():
     read = {"SPECCTL_KERNELS": "reference", "SPECCTL_GRAPHS": "0", "SPECCTL_KV": "paged", "SPECCTL_KV_GIB": "0.5"}
     assert resolve("eval", environ=read) == EvalRecipe()
 
 
-def test_what_they_read_is_checked_before_anything_runs():
+def test_environment_switches_are_validated():
     assert problems("eval", environ={"SPECCTL_KERNELS": "nope", "SPECCTL_GRAPHS": "2", "SPECCTL_ATTENTION": "no"}) == [
         "SPECCTL_ATTENTION: must be one of kernel, sdpa (got 'no')",
         "SPECCTL_GRAPHS: must be one of 0, 1, eager (got '2')",
@@ -235,35 +234,35 @@ def test_what_they_read_is_checked_before_anything_runs():
 
 
 @pytest.mark.parametrize("size", ["much", "0", "-1", "nan", "inf"])
-def test_a_size_is_a_number_above_0(size):
+def test_a_size_must_be_a_number_above_zero(size):
     assert problems("eval", environ={"SPECCTL_KV_GIB": size}) == [
         f"SPECCTL_KV_GIB: must be a number of GiB above 0 (got {size!r})"
     ]
 
 
-def test_every_variable_that_the_package_reads_is_known():
-    """One that is documented and unknown here ends every command."""
+def test_every_environment_variable_in_the_package_is_known():
+    """A variable that is read but not listed would end every command."""
     sources = (path.read_text() for path in Path(attention.__file__).parent.parent.rglob("*.py"))
     read = {name for text in sources for name in re.findall(r'(?:os\.environ\.get|switch)\("(SPECCTL_\w+)"', text)}
     assert read and read <= {*ENV_SWITCHES, *ENV_SIZES}
 
 
 @pytest.mark.parametrize("command", sorted(RECIPES))
-def test_the_resolved_recipe_reads_back(command, tmp_path):
-    """`recipe.resolved.yaml` of a run is a recipe that gives the same run."""
+def test_the_resolved_recipe_can_be_read_again(command, tmp_path):
+    """`recipe.resolved.yaml` of a run must reproduce the run."""
     recipe = RECIPES[command]()
     path = tmp_path / "recipe.resolved.yaml"
     path.write_text(yaml.safe_dump({"command": command, **recipe.model_dump(mode="json")}))
     assert resolve(command, path, environ={}) == recipe
 
 
-def test_a_recipe_of_another_command(tmp_path):
+def test_a_recipe_of_another_command_is_refused(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("# mine\ncommand: eval\n")
     assert problems("distill", path) == [f"{path}:2: command: this recipe is for 'eval', not 'distill'"]
 
 
-def test_a_json_file_stands_for_a_mapping(tmp_path):
+def test_a_json_file_can_give_a_mapping(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     assert (
@@ -285,8 +284,8 @@ def test_a_json_file_stands_for_a_mapping(tmp_path):
         ([], ["sql"]),
     ],
 )
-def test_prompts_are_called_after_their_file(given, label):
-    """Whatever was in it, its data, drafter and rows were those of sql."""
+def test_prompts_are_named_after_their_file(given, label):
+    """Data, drafter and rows used to be named sql for any file."""
     recipe = resolve("train-drafter", overrides=given, environ={})
     assert recipe.data.domain == label
     assert str(recipe.output) == f"drafters/{label[0]}-eagle3"
@@ -301,12 +300,12 @@ def test_prompts_are_called_after_their_file(given, label):
     ],
 )
 def test_an_empty_name_is_refused(command, override):
-    """`--drafter=` decoded plainly, `--output-dir=` wrote into the working directory."""
+    """`--drafter=` used to decode without drafts, and `--output-dir=` to write into the working directory."""
     (line,) = problems(command, overrides=[override])
     assert "is empty" in line
 
 
-def test_a_recipe_is_shown_without_its_passwords():
+def test_a_recipe_is_shown_without_passwords():
     recipe = resolve(
         "reason",
         overrides=[
@@ -326,8 +325,8 @@ def test_a_recipe_is_shown_without_its_passwords():
     assert recipe_stamp(other) == recipe_stamp(recipe)
 
 
-def test_the_block_rule_is_for_sampled_proposals():
-    """With deterministic ones it would decide nothing, and a measurement of it would show the match rule."""
+def test_the_block_rule_requires_sampled_proposals():
+    """With deterministic proposals the match rule would apply instead."""
     with pytest.raises(RecipeError, match="set proposal=sampled"):
         resolve("eval", None, ["drafting.rule=block"], [])
     assert resolve("eval", None, ["drafting.rule=block", "drafting.proposal=sampled"], []).drafting.rule == "block"
@@ -354,8 +353,8 @@ def test_every_former_mode_has_an_earlier_spelling():
 
 
 @pytest.mark.parametrize("command", EARLIER)
-def test_an_earlier_spelling_is_the_command_of_today(tmp_path, capsys, command):
-    """As overrides, as a recipe file of the earlier command, and by the environment; it is said once."""
+def test_an_earlier_spelling_resolves_to_the_current_command(tmp_path, capsys, command):
+    """Resolve overrides, a recipe file, and environment variables, with one message each."""
     earlier, overrides = EARLIER[command]
     today = [part for part in overrides if part != "train_router=true"]
     expected = resolve(command, overrides=today, environ={})
@@ -382,8 +381,8 @@ ROUTED = ["server.urls=http://a,http://b", "listen=h:1"]
 
 
 @pytest.mark.parametrize("earlier", ["route", "select"])
-def test_route_is_serve_today(tmp_path, capsys, earlier):
-    """On the command line, in recipe files, in the resolved recipe of an old run, and in the environment."""
+def test_route_resolves_to_serve(tmp_path, capsys, earlier):
+    """On the command line, in recipe files, in the resolved recipe of an old run, and from the environment."""
     expected = resolve("serve", None, [*ROUTED, "choose=metasd-ucb", "seed=3", "policy.delta=0.2"], environ={})
     assert capsys.readouterr().err == "" and command_for(expected) == "serve"
     spelling = "specctl route" if earlier == "route" else "specctl select --server"
@@ -404,8 +403,8 @@ def test_route_is_serve_today(tmp_path, capsys, earlier):
     assert resolve(earlier, environ=variables) == expected
 
 
-def test_a_recipe_of_route_is_a_recipe_of_serve(tmp_path, capsys):
-    """Keys beside the file have the names of today: `serve algo=…` would hide a misspelt `choose`."""
+def test_a_route_recipe_is_read_as_a_serve_recipe(tmp_path, capsys):
+    """Overrides must use current names: accepting `serve algo=…` would hide a misspelled `choose`."""
     (tmp_path / "old.yaml").write_text("command: route\nalgo: [random]\nserver: {urls: 'http://a,http://b'}\n")
     assert command_of(tmp_path / "old.yaml") == "serve"
     assert resolve("serve", tmp_path / "old.yaml", environ={}).choose == "random"
@@ -419,8 +418,8 @@ def test_a_recipe_of_route_is_a_recipe_of_serve(tmp_path, capsys):
     assert "this recipe is for 'serve', not 'select'" in line
 
 
-def test_a_recipe_of_the_earlier_command_may_be_for_several(tmp_path, capsys):
-    """One file has the policies for live decoding and for replays: each command takes its keys."""
+def test_a_recipe_of_the_earlier_command_serves_several_commands(tmp_path, capsys):
+    """One file may hold policies for live decoding and for replays; each command takes its own keys."""
     (tmp_path / "a.yaml").write_text("command: select\nalgo: [ftl]\nbeside: none\npool_sizes: [2]\nresume: true\n")
     live = resolve("select", tmp_path / "a.yaml", environ={})
     table = resolve("replay", tmp_path / "a.yaml", ["replay=t"], environ={})
@@ -433,8 +432,8 @@ def test_a_recipe_of_the_earlier_command_may_be_for_several(tmp_path, capsys):
     assert line == "pool_sizes=[2]: a key of specctl replay, not of specctl select: leave it out"
 
 
-def test_stamps_of_the_earlier_command_are_compared_by_the_keys_of_today():
-    """Runs of `online --algo lr` kept all keys of `online`; `--resume` looks at those of `reason`."""
+def test_stamps_of_the_earlier_command_compare_current_keys_only():
+    """Runs of `online --algo lr` stored all keys of `online`; `--resume` compares the keys of `reason`."""
     stamp = recipe_stamp(resolve("reason", environ={}))
     kept = {"recipe": stamp["recipe"] | {"buffer.max_mb": 512.0, "baselines": ["vanilla"]}}
     check_same(kept, stamp, "a run")
@@ -444,8 +443,8 @@ def test_stamps_of_the_earlier_command_are_compared_by_the_keys_of_today():
         check_same({"recipe": kept["recipe"] | {"target.chat_template_kwargs.think": True}}, stamp, "a run")
 
 
-def test_an_earlier_spelling_says_which_options_it_ignores(capsys):
-    """`select --replay` took all options of `select`. One that is needed under another key is not among them."""
+def test_an_earlier_spelling_names_the_options_it_ignores(capsys):
+    """`select --replay` accepted all options of `select`. Options needed under another key are not reported."""
     flags = [Setting(("data", "seed"), 3, "--seed"), Setting(("sampling", "seed"), 3, "--seed")]
     made = resolve("select", overrides=["replay=t", "limit=3", "beside=none"], flags=flags, environ={})
     assert made.sampling.seed == 3
@@ -461,7 +460,7 @@ def test_an_earlier_spelling_says_which_options_it_ignores(capsys):
         ("reasoning.dept=3", "did you mean reasoning.depth?"),
     ],
 )
-def test_a_key_of_learning_by_tokens_is_refused_where_steps_are_drafted(override, says):
+def test_a_key_of_token_learning_is_refused_for_reasoning(override, says):
     (line,) = problems("online", overrides=["algo=lr", override])
     assert says in line
 
@@ -469,7 +468,7 @@ def test_a_key_of_learning_by_tokens_is_refused_where_steps_are_drafted(override
 @pytest.mark.parametrize(
     "address", ["http://", "http://:8000", "http://b:99999", "http://[::1", "http://a b", "a:8000"]
 )
-def test_no_address_of_a_server(address):
+def test_an_invalid_server_address_is_refused(address):
     with pytest.raises(ValueError, match="is not an address such as http://host:8000"):
         ServerRecipe(urls=[address])
     assert ServerRecipe(urls=["http://a:8000/v1/", "https://[::1]:1"]).urls == ["http://a:8000", "https://[::1]:1"]
@@ -481,13 +480,13 @@ def test_no_address_of_a_server(address):
     [("cuda", False, None), ("auto", True, None), ("auto", False, "retrieval"), ("cpu", True, "retrieval")],
 )
 def test_heads_draft_alone_on_a_gpu(recipe, device, gpu, companion, monkeypatch):
-    """A hybrid has no rounds on the device, and CUDA graphs are worth more than its datastore."""
+    """A hybrid has no device rounds, and CUDA graphs gain more than its datastore."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert recipe(target={"device": device}).companion == companion
     assert recipe(target={"device": device}, beside="lookup").companion == "lookup"
 
 
-def test_a_removed_key_is_taken_with_its_default_and_refused_with_another_value(tmp_path):
+def test_a_removed_key_is_accepted_with_its_default_only(tmp_path):
     """A resolved recipe of an earlier version names every default."""
     file = tmp_path / "recipe.yaml"
     file.write_text("command: distill\nfilters: {near_prompts: 0.95, near_responses: null, loops: drop}\n")
@@ -501,15 +500,15 @@ def test_a_removed_key_is_taken_with_its_default_and_refused_with_another_value(
     assert "no longer a key: responses are not compared" in line
 
 
-def test_sizes_of_a_draft_are_at_most_the_nodes_of_a_step():
-    """Drafters allocate by them: with a depth of 10⁹ `eagle3` asked for 2 TB."""
+def test_draft_sizes_are_capped_at_the_nodes_of_a_step():
+    """Drafters allocate by these sizes: with a depth of 10⁹, `eagle3` requested 2 TB."""
     sizes = ("depth", "width", "nodes", "children")
     drafting = resolve("generate", overrides=[f"drafting.{key}=1000000000" for key in sizes], environ={}).drafting
     assert [getattr(drafting, key) for key in sizes] == [62] * 4
     assert resolve("generate", overrides=["drafting.depth=5"], environ={}).drafting.depth == 5
 
 
-def test_threads_beyond_any_machine_are_refused():
-    """PyTorch starts them all, or fails without a word on the key."""
+def test_a_huge_number_of_threads_is_refused():
+    """PyTorch would start them all, or fail without naming the key."""
     (line,) = problems("generate", overrides=["resources.threads=1000000"])
     assert "resources.threads" in line and "less than or equal to 1024" in line

@@ -1,4 +1,4 @@
-"""What is left out of plans, reports and messages, and what is not."""
+"""Secrets are removed from plans, reports and messages, and nothing else."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from specctl.redaction import redacted
         ({"api_key": "HUSH", "in": [{"token": "HUSH"}]}, {"api_key": "***", "in": [{"token": "***"}]}),
     ],
 )
-def test_secrets_are_left_out(value, shown):
+def test_secrets_are_masked(value, shown):
     assert redacted(value) == shown
 
 
@@ -29,5 +29,5 @@ def test_secrets_are_left_out(value, shown):
         *({"bos_token": "<s>", "tokens": 3}, {"token": ""}, 3, None),
     ],
 )
-def test_what_is_no_secret_is_left_alone(value):
+def test_other_values_are_unchanged(value):
     assert redacted(value) == value

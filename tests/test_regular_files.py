@@ -1,4 +1,4 @@
-"""Files that others name: what is no regular file is refused by its name, and nothing waits for it."""
+"""Files named by others: anything but a regular file is refused by name, without waiting."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ from specctl import regular_files
 
 @pytest.fixture(params=["pipe", "socket", "device", "directory", "dangling", "circle"])
 def strange(request, tmp_path, pipe):
-    """(what is no regular file, the words for it)."""
+    """Return (a path that is not a regular file, part of the error message)."""
     path = tmp_path / "there"
     if request.param == "pipe":
         return pipe(path), "a named pipe, not a regular file"
@@ -38,19 +38,19 @@ READERS = {
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_what_is_no_file_is_refused_by_name(strange, read):
+def test_other_kinds_of_files_are_refused_by_name(strange, read):
     path, words = strange
     with pytest.raises(OSError, match=words) as caught:
         READERS[read](path)
     assert caught.value.filename == str(path)
 
 
-def test_what_is_no_file_is_not_appended_to(tmp_path, pipe):
+def test_a_pipe_is_not_appended_to(tmp_path, pipe):
     with pytest.raises(OSError, match="a named pipe"):
         regular_files.open_regular(pipe(tmp_path / "pipe"), "a")
 
 
-def test_a_link_is_followed_where_that_is_meant(tmp_path):
+def test_a_link_is_followed_unless_forbidden(tmp_path):
     (tmp_path / "file").write_text("1")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     assert regular_files.read_json(tmp_path / "link") == 1
@@ -63,7 +63,7 @@ def test_a_link_is_followed_where_that_is_meant(tmp_path):
     assert (tmp_path / "file").read_text() == "1" and not (tmp_path / "new").exists()
 
 
-def test_a_new_file_takes_the_place_of_a_link(tmp_path):
+def test_a_new_file_replaces_a_link(tmp_path):
     (tmp_path / "file").write_text("1")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     with regular_files.create_file(tmp_path / "link", "x", permissions=0o600) as file:
@@ -73,13 +73,13 @@ def test_a_new_file_takes_the_place_of_a_link(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, "{", ""], ids=["deep", "long", "half", "empty"])
-def test_what_is_no_json_is_a_value_error(tmp_path, text):
+def test_invalid_json_is_a_value_error(tmp_path, text):
     (tmp_path / "file").write_text(text)
     with pytest.raises(ValueError):
         regular_files.read_json(tmp_path / "file")
 
 
-def test_a_file_that_is_too_long_is_not_read(tmp_path):
+def test_a_file_over_the_size_limit_is_not_read(tmp_path):
     path = tmp_path / "sparse"
     with open(path, "wb") as file:
         file.truncate(2**40)

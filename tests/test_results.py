@@ -1,4 +1,4 @@
-"""The figures of README and of the guides equal the measured figures in RESULTS."""
+"""The figures in README and in the guides equal the measured figures in RESULTS."""
 
 import re
 from pathlib import Path
@@ -19,14 +19,14 @@ ROWS = {
 
 
 def table(section: str) -> dict[str, list[float]]:
-    """First cell → numbers of every row of the first table of a section of RESULTS."""
+    """Return the numbers of every row of a section's first table, by first cell."""
     part = RESULTS.split(f"\n## {section}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| ([\d. |]+) \|$", part, re.MULTILINE)
     return {name: [float(cell) for cell in cells.split("|")] for name, cells in rows}
 
 
 @pytest.mark.parametrize("section", ["Speed by domain", "Mat", "Against llama.cpp"])
-def test_means_are_means(section):
+def test_the_mean_column_is_the_mean_of_the_row(section):
     rows = table(section)
     assert len(rows) >= 6
     for name, (*cells, mean) in rows.items():
@@ -34,7 +34,7 @@ def test_means_are_means(section):
 
 
 @pytest.mark.parametrize(("measured", "shown"), ROWS.items())
-def test_ranges_of_the_first_page_are_those_of_the_table(measured, shown):
+def test_the_ranges_in_readme_match_the_results(measured, shown):
     *cells, mean = table("Speed by domain")[measured]
     row = next(line for line in README.splitlines() if line.startswith(f"| {shown} |"))
     least, most = re.findall(r"(\d\.\d) to (\d\.\d)", row)[0]
@@ -44,7 +44,7 @@ def test_ranges_of_the_first_page_are_those_of_the_table(measured, shown):
 
 @pytest.mark.parametrize("page", ["README.md", *(f"specctl/guides/{name}.md" for name in ("drafters", "choosing"))])
 def test_every_speed_on_a_page_is_in_the_results(page):
-    """Speeds with two decimals, outside blocks of output."""
+    """Checks speeds with two decimals, outside blocks of output."""
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
     speeds = re.findall(r"(\d\.\d\d)(?: ×)", text)
     assert speeds

@@ -1,4 +1,4 @@
-"""Run directories and whole files."""
+"""Run directories and atomic writes."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from specctl.recipe import DistillRecipe, EvalRecipe, GenerateRecipe, LearnFromS
 from tests.conftest import holding
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "f"
     runs.atomic_write(path, "old")
     monkeypatch.setattr(runs.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
@@ -22,8 +22,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path], "no temporary file stays"
 
 
-def test_a_write_that_fails_names_the_file_that_was_asked_for(tmp_path):
-    """Not the temporary one beside it, of which nobody has heard."""
+def test_a_failed_write_names_the_requested_file(tmp_path):
+    """Not the temporary file beside it."""
     with pytest.raises(FileNotFoundError) as caught:
         runs.atomic_write(tmp_path / "absent" / "f", "text")
     assert caught.value.filename == str(tmp_path / "absent" / "f")
@@ -46,8 +46,8 @@ def test_a_run_is_recorded(tmp_path, monkeypatch):
     assert runs.Run.create("eval", EvalRecipe()).dir != run.dir, "runs of one second differ"
 
 
-def test_runs_of_an_array_have_names_of_their_own(tmp_path, monkeypatch):
-    """Of a thousand jobs of one second some draw the same number."""
+def test_simultaneous_runs_get_different_names(tmp_path, monkeypatch):
+    """In an array of a thousand jobs, some draw the same number."""
     monkeypatch.chdir(tmp_path)
     drawn = iter(["aa"] * 5 + ["bb"])
     monkeypatch.setattr(runs.secrets, "token_hex", lambda size: next(drawn))
@@ -56,8 +56,8 @@ def test_runs_of_an_array_have_names_of_their_own(tmp_path, monkeypatch):
     assert names == ["eval-now-aa", "eval-now-bb"]
 
 
-def test_what_a_killed_process_has_left_is_removed(tmp_path, monkeypatch):
-    """By whoever is next in the directory; not what a process that runs is writing, and nothing else."""
+def test_leftovers_of_a_killed_process_are_removed(tmp_path, monkeypatch):
+    """The next process in the directory removes them, but not files of running processes or unrelated files."""
     dead = 2**22 + 1  # above the largest process number
     left = [f".records.parquet.{dead}.tmp", f".drafter.{dead}-ab12.tmp"]
     kept = [f".records.parquet.{os.getpid()}.tmp", ".mine.tmp", "..7.tmp", f"x.{dead}.tmp", f".y.{dead}"]
@@ -73,8 +73,8 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path, monkeypatch):
         assert {path.name for path in tmp_path.iterdir()} == {*kept, lock.NAME}
 
 
-def test_a_directory_that_is_used_again(tmp_path):
-    """What is there stays until the command has something to say, as it can be refused; then it is forgotten."""
+def test_a_reused_directory_is_cleared_at_the_first_output(tmp_path):
+    """Until then the command may still be refused, and the earlier run must stay."""
     out = tmp_path / "out"
     runs.Run.create("eval", EvalRecipe(limit=1), out).metrics(step=1)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -88,9 +88,9 @@ def test_a_directory_that_is_used_again(tmp_path):
     assert (out / "metrics.jsonl").exists(), "a run begins once"
 
 
-def test_metrics_of_a_run_that_goes_on(tmp_path):
-    """Each once: those of the kept state stay, later ones come again, half a line glues itself to none; and nothing is
-    changed before it begins."""
+def test_metrics_of_a_resumed_run_list_each_step_once(tmp_path):
+    """Steps after the saved state come again, an incomplete line is dropped, and nothing changes before the run
+    begins."""
     first, out = runs.Run.create("eval", EvalRecipe(), tmp_path), tmp_path / "metrics.jsonl"
     for step in (1, 2):
         first.metrics(step=step)
@@ -121,15 +121,15 @@ def test_a_run_of_another_command_is_not_resumed(tmp_path):
         runs.Run.create("online", resumed, tmp_path)
 
 
-def test_a_directory_that_cannot_be_made(tmp_path):
+def test_a_directory_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SpecctlError, match="cannot create"):
         runs.Run.create("eval", EvalRecipe(), tmp_path / "file/out")
 
 
 @pytest.mark.parametrize(("threads", "kept"), [(2, [2]), (None, []), (-1, []), (10**9, [])])
-def test_a_run_that_goes_on_computes_with_the_threads_of_the_first(tmp_path, monkeypatch, threads, kept):
-    """Another number rounds differently: the sums of a resumed run would not be those of an uninterrupted one."""
+def test_a_resumed_run_uses_the_thread_count_of_the_first(tmp_path, monkeypatch, threads, kept):
+    """Another number rounds differently, and a resumed run must equal an uninterrupted one."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     run = runs.Run.create("eval", EvalRecipe(), tmp_path)
     run.annotate(target={})
@@ -143,14 +143,14 @@ def test_a_run_that_goes_on_computes_with_the_threads_of_the_first(tmp_path, mon
     assert found == kept
 
 
-def test_the_result_says_how_busy_the_machine_was(tmp_path, monkeypatch):
+def test_the_result_tells_how_busy_the_machine_was(tmp_path, monkeypatch):
     monkeypatch.setattr(runs.threads.OtherProcesses, "busy", lambda self: 1.234)
     document = runs.Run.create("eval", EvalRecipe(), tmp_path).result({})
     assert document["machine"] == {"cores": runs.threads.cores(), "threads": 1, "others_busy": 1.23}
 
 
-def test_a_write_follows_no_link(tmp_path):
-    """Neither one at the place of its temporary file, whose name was once known beforehand, nor one at its own."""
+def test_writes_do_not_follow_links(tmp_path):
+    """Neither at the path of the file nor at its temporary path."""
     (tmp_path / "victim").write_text("safe")
     for name in ("file", f".file.{os.getpid()}.tmp"):
         (tmp_path / name).symlink_to(tmp_path / "victim")
@@ -176,8 +176,8 @@ def test_a_write_follows_no_link(tmp_path):
         ("train-drafter", TrainRecipe(log=["tensorboard"]), False),
     ],
 )
-def test_a_run_that_holds_texts_is_its_owners_alone(tmp_path, monkeypatch, command, recipe, private):
-    """In a directory of its own, and file by file in one that was there."""
+def test_a_run_with_texts_is_readable_by_its_owner_only(tmp_path, monkeypatch, command, recipe, private):
+    """A new directory is private; in an existing one each file is."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir(mode=0o755)
     before = os.umask(0o022)
@@ -194,8 +194,8 @@ def test_a_run_that_holds_texts_is_its_owners_alone(tmp_path, monkeypatch, comma
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"command": 1', None], ids=["deep", "list", "half", "pipe"])
-def test_a_hostile_run_directory_says_nothing(tmp_path, pipe, content):
-    """Neither which command ran there nor its threads, and nobody waits for it."""
+def test_an_invalid_run_json_is_ignored(tmp_path, pipe, content):
+    """It gives no command and no thread count, and a pipe does not block."""
     if content is None:
         pipe(tmp_path / "run.json")
     else:
@@ -205,7 +205,7 @@ def test_a_hostile_run_directory_says_nothing(tmp_path, pipe, content):
 
 
 def test_addresses_in_results_have_no_passwords(tmp_path):
-    """Texts stay as they are: only a string that is an address as a whole loses its password."""
+    """Only strings that are an address as a whole are changed; other texts are kept."""
     run, said = runs.Run(tmp_path), "see http://a:b@c and password=x"
     given = {"servers": [{"server": "http://me:HUSH@host:80"}], "http://me:HUSH@host": 1, "text": said}
     document = run.result(given)
@@ -215,8 +215,8 @@ def test_addresses_in_results_have_no_passwords(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3 and holding(tmp_path, "HUSH") == []
 
 
-def test_a_run_of_the_earlier_command_is_continued(tmp_path):
-    """Runs of `online --algo lr` from before there was `reason`, but of no other command's runs."""
+def test_a_run_of_the_earlier_command_can_be_resumed(tmp_path):
+    """Runs of `online --algo lr` from before `reason` existed, but not runs of another command."""
     (tmp_path / "run.json").write_text('{"command": "online"}')
     runs.check_same_command(tmp_path, "reason")
     with pytest.raises(UsageError, match="holds a run of specctl online"):

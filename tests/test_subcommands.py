@@ -1,4 +1,4 @@
-"""No subcommand lacks a fact, and none is told of that is not there."""
+"""The table of subcommands is complete, and lists only commands that exist."""
 
 import inspect
 import pkgutil
@@ -15,20 +15,20 @@ LOADS_NO_TARGET_FOR_LONG = ("export", "import", "replay", "eval-server")
 RUNS = [name for name, row in SUBCOMMANDS.items() if row.recipe is not None]
 
 
-def test_the_table_is_what_help_lists():
+def test_help_lists_the_table_of_subcommands():
     commands = get_command(app).commands
     assert sorted(name for name, one in commands.items() if not one.hidden) == sorted(SUBCOMMANDS)
     former = {row.formerly for row in SUBCOMMANDS.values() if row.formerly}
     assert {name for name, one in commands.items() if one.hidden} == former
 
 
-def test_what_has_a_recipe_has_a_function():
+def test_every_recipe_has_a_function():
     assert list(api.FUNCTIONS) == list(api.RECIPES) == RUNS
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_facts_of_a_command(name):
-    """Out of memory, `select` and `online` once gave no hint: a table of hints did not know them."""
+def test_the_row_of_a_command_is_complete(name):
+    """`select` and `online` used to give no hint when out of memory, because a table of hints lacked them."""
     row = SUBCOMMANDS[name]
     assert issubclass(RECIPES[name], CommandRecipe)
     assert f"`specctl {name}`" in RECIPES[name].__doc__

@@ -1,4 +1,4 @@
-"""How many threads a command computes with, from facts, and the facts from trees like those of Linux and containers."""
+"""The number of threads of a command follows from facts about the machine, read from Linux and container files."""
 
 import math
 import os
@@ -17,7 +17,7 @@ CPU_LINE = "cpu{n} {user} {nice} {system} 1000 7 0 0 {stolen} 0 0\n"
 
 @pytest.fixture
 def count(monkeypatch):
-    """PyTorch's number of threads, as a list of what it was set to; nobody has asked for a number."""
+    """Record PyTorch's thread counts, with no count requested by the environment."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     numbers = [8]
     monkeypatch.setattr(torch, "get_num_threads", lambda: numbers[-1])
@@ -30,23 +30,23 @@ def count(monkeypatch):
     [
         (CpuFacts(2, 2), 2),
         (CpuFacts(2, 2, busy=0.3), 2),
-        (CpuFacts(2, 2, busy=1.0), 1),  # a barrier would wait for that one
+        (CpuFacts(2, 2, busy=1.0), 1),  # a barrier would wait for the busy core
         (CpuFacts(2, 2, busy=4.8), 1),
         (CpuFacts(16, 16, busy=1.2), 15),
-        (CpuFacts(8, 16), 8),  # PyTorch leaves hyperthreads out
-        (CpuFacts(64, 64, quota=4.0), 4),  # a container whose affinity is that of its host
-        (CpuFacts(64, 64, quota=2.5), 2),  # a third one would be stopped for half of every period
+        (CpuFacts(8, 16), 8),  # PyTorch skips hyperthreads
+        (CpuFacts(64, 64, quota=4.0), 4),  # a container that sees all cores of its host
+        (CpuFacts(64, 64, quota=2.5), 2),  # a third thread would be stopped for half of every period
         (CpuFacts(64, 64, quota=0.5), 1),
         (CpuFacts(64, 64, quota=4.0, busy=30.0), 4),
         (CpuFacts(64, 64, quota=40.0, busy=30.0), 34),
         (CpuFacts(16, 16, processes=4), 4),
-        (CpuFacts(16, 16, busy=15.0, processes=4), 4),  # they are busy themselves
+        (CpuFacts(16, 16, busy=15.0, processes=4), 4),  # the other processes are these four
         (CpuFacts(2, 2, processes=8), 1),
         (CpuFacts(2, 2, busy=2.0, quota=1.0, asked=2), 2),
         (CpuFacts(2, 2, asked=1), 1),
     ],
 )
-def test_threads_that_are_free(facts, expected):
+def test_free_threads_follow_from_the_facts(facts, expected):
     assert threads.free_threads(facts) == expected
     assert threads.reason_for_fewer(facts)
 
@@ -60,8 +60,8 @@ def test_threads_that_are_free(facts, expected):
         (1.2e9, 1, 61),
     ],
 )
-def test_threads_that_pay(weights, texts, expected):
-    """One thread decodes a text of a small target as fast as two, and much faster where the second core is taken."""
+def test_useful_threads_grow_with_the_work(weights, texts, expected):
+    """For a small target one thread decodes as fast as two, and much faster if the second core is busy."""
     assert threads.useful_threads(2 * weights * texts) == expected
 
 
@@ -87,11 +87,11 @@ def v1(path, quota, period=100000):
 @pytest.mark.parametrize(
     ("cgroup", "mounts", "files", "expected"),
     [
-        ("0::/\n", V2, {"sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),  # a container with a namespace of its own
+        ("0::/\n", V2, {"sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),  # a container with its own namespace
         ("0::/\n", V2, {"sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
         ("0::/\n", V2, {}, math.inf),  # the root of a machine has no such file
         (
-            "0::/user.slice/job/step\n",  # the tightest of all around it
+            "0::/user.slice/job/step\n",  # the tightest limit of all ancestors applies
             V2,
             {
                 "sys/fs/cgroup/user.slice/cpu.max": "400000 100000\n",
@@ -101,7 +101,7 @@ def v1(path, quota, period=100000):
             },
             1.5,
         ),
-        ("0::/../host\n", V2, {"sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3.0),  # outside of what can be seen
+        ("0::/../host\n", V2, {"sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3.0),  # outside the visible tree
         ("4:cpu,cpuacct:/slurm/job\n", V1 + V1_SETS, v1("slurm/job/", -1) | v1("slurm/", 50000, 25000), 2.0),
         ("4:cpu,cpuacct:/docker/abc\n3:cpuset:/x\n", DOCKER_V1 + V1_SETS, v1("", 100000), 1.0),
         ("4:cpu,cpuacct:/docker/abc\n0::/\n", DOCKER_V1 + V2, v1("", -1), math.inf),
@@ -119,8 +119,8 @@ def test_a_machine_without_control_groups_has_no_quota(tmp_path):
     assert threads.OtherProcesses(frozenset({0}), tmp_path).busy() is None
 
 
-def test_others_are_those_on_the_allowed_cores_without_this_process(tmp_path, monkeypatch):
-    """Of four seconds; niced processes make way for one that is not, and hold one up that is."""
+def test_busy_counts_other_processes_on_the_allowed_cores(tmp_path, monkeypatch):
+    """Over four seconds. Niced processes count only if this process is niced too."""
 
     def stat(**more):
         rows = [{"n": n, "user": 100, "nice": 50, "system": 10, "stolen": 0} for n in range(3)]
@@ -146,11 +146,11 @@ def test_others_are_those_on_the_allowed_cores_without_this_process(tmp_path, mo
 
 
 @pytest.mark.parametrize(("value", "expected"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None)])
-def test_the_number_of_openmp(value, expected):
+def test_the_thread_count_of_openmp_is_read(value, expected):
     assert threads.requested_threads({"OMP_NUM_THREADS": value}) == expected
 
 
-def test_others_are_watched_only_where_that_could_change_anything(monkeypatch, tmp_path):
+def test_others_are_measured_only_if_it_matters(monkeypatch, tmp_path):
     monkeypatch.setattr(threads.time, "sleep", lambda _: pytest.fail("waited for nothing"))
     monkeypatch.setattr(threads, "usable_cpus", lambda: frozenset(range(4)))
     assert threads.read_cpu_facts(1, environ={}, root=tmp_path) == CpuFacts(1, 4)
@@ -159,8 +159,8 @@ def test_others_are_watched_only_where_that_could_change_anything(monkeypatch, t
     assert threads.read_cpu_facts(4, environ={"LOCAL_WORLD_SIZE": "2"}, root=tmp_path) == CpuFacts(4, 4, processes=2)
 
 
-def test_a_command_takes_what_is_free_and_its_steps_what_pays(count, monkeypatch, capsys):
-    """Prefill and batches take more than a text that is decoded; afterwards all is as before."""
+def test_a_command_uses_free_threads_and_its_steps_useful_ones(count, monkeypatch, capsys):
+    """Prefill and batches use more threads than a single text; afterwards the count is restored."""
     monkeypatch.setattr(threads, "read_cpu_facts", lambda default, asked: CpuFacts(default, 8, busy=2.0, asked=asked))
     with threads.command_threads(None):
         assert count[-1] == 6
@@ -177,7 +177,7 @@ def test_a_command_takes_what_is_free_and_its_steps_what_pays(count, monkeypatch
 
 
 @pytest.mark.parametrize("by", ["environment", "recipe"])
-def test_what_the_user_asks_for_wins_everywhere(count, monkeypatch, by):
+def test_a_requested_thread_count_always_wins(count, monkeypatch, by):
     if by == "environment":
         monkeypatch.setenv("OMP_NUM_THREADS", "8")
     with threads.command_threads(8 if by == "recipe" else None):
@@ -187,15 +187,15 @@ def test_what_the_user_asks_for_wins_everywhere(count, monkeypatch, by):
         assert count[-1] == 8
 
 
-def test_a_run_that_goes_on_keeps_its_threads(count):
+def test_a_resumed_run_keeps_its_thread_count(count):
     threads.resume_threads(None)
     assert count == [8]
     threads.resume_threads(2)
     assert count[-1] == 2
 
 
-def test_every_command_chooses_its_threads_in_one_place(count, monkeypatch, tmp_path):
-    """And gives them back: two commands of one Python process are chosen for by themselves."""
+def test_every_command_sets_and_restores_its_threads(count, monkeypatch, tmp_path):
+    """Two commands in one Python process get separate counts."""
     monkeypatch.setattr(api, "FUNCTIONS", {"generate": "tests.test_threads:told"})
     recipe = GenerateRecipe(output_dir=tmp_path, resources=ResourceRecipe(threads=3))
     _, document = api.execute("generate", recipe)
@@ -224,8 +224,8 @@ print(min(milliseconds() for _ in range(3)))
 """
 
 
-def test_threads_on_one_core_give_it_to_each_other():
-    """A busy process leaves two threads one core. With OpenMP's default an addition took 15 ms: one thread spun."""
+def test_threads_sharing_a_core_yield_to_each_other():
+    """With OpenMP's default, one thread spun and an addition took 15 ms."""
     environment = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     child = subprocess.run([sys.executable, "-c", ON_ONE_CORE], env=environment, capture_output=True, text=True)
     assert float(child.stdout) < 4, child
