@@ -100,8 +100,10 @@ GAINS = {
 
 
 def moved(law, texts, learners, gain=0.0, level=0.05):
-    """In how many of `DRAWS` decisions any of the learners moves, with independent gains of this mean on the way, where
-    half of it gains half as much, and at home."""
+    """Return the fraction of `DRAWS` decisions in which any learner moves.
+
+    Gains are independent with mean `gain`; half of the way gains half as much.
+    """
     draws = torch.from_numpy(GAINS[law](np.random.default_rng(texts), (DRAWS, 2, texts, learners)) + gain)
 
     def any_moves(way, home):
