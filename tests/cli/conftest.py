@@ -1,4 +1,4 @@
-"""Run a command line inside this process, in an empty directory; a test may replace what the command calls."""
+"""Run a command line inside this process, in an empty directory; tests may replace the library function it calls."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from specctl.distillation.store import ShardWriter
 
 @dataclass
 class Done:
-    """How a command line ended."""
+    """Result of a command line."""
 
     code: int
     out: str
@@ -29,7 +29,7 @@ class Done:
 
 
 class CommandLine:
-    """Runs a command line; `capture` returns stdout and stderr since its last call."""
+    """Run command lines; `capture` returns stdout and stderr since its last call."""
 
     def __init__(self, capture):
         self.capture = capture
@@ -42,7 +42,7 @@ class CommandLine:
         return Done(code, *self.capture())
 
     def ok(self, *argv: str) -> Done:
-        """As a call, of a command line that must succeed."""
+        """Run a command line that must succeed."""
         done = self(*argv)
         assert done.code == 0, done.err
         return done
@@ -50,7 +50,7 @@ class CommandLine:
 
 @pytest.fixture
 def specctl(monkeypatch, tmp_path, capfd):
-    """`specctl("eval", "--dry-run")` → Done; the working directory is tmp_path, signals are put back."""
+    """Return a `CommandLine`. The working directory is tmp_path, and signal handlers are restored."""
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("SPECCTL_") or name in ("RANK", "WORLD_SIZE")]:
         monkeypatch.delenv(name)
@@ -64,7 +64,7 @@ def specctl(monkeypatch, tmp_path, capfd):
 
 @pytest.fixture
 def distilled():
-    """`distilled(folder)` puts one response there, as an ended or an unfinished distillation leaves it."""
+    """Return `write(folder, complete)`, which writes distilled data with one response."""
 
     def write(folder: Path, complete: bool = True) -> None:
         row = {
@@ -82,7 +82,7 @@ def distilled():
 
 @pytest.fixture
 def library(monkeypatch):
-    """`library("eval", function)` puts `function(recipe, run)` in the place of what the command calls."""
+    """Return `replace(command, function)`, which makes a command call `function(recipe, run)`."""
 
     def replace(command: str, function) -> None:
         module = types.ModuleType(f"replaced_{command.replace('-', '_')}")

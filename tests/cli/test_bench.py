@@ -1,4 +1,4 @@
-"""`specctl bench` on small sizes, from the command line to the document."""
+"""`specctl bench` with small sizes, from the command line to the document."""
 
 import signal
 
@@ -20,7 +20,7 @@ def test_every_part_is_measured(specctl):
     document = done.json
     kernels = {row["kernel"] for row in document["kernels"]}
     assert kernels >= {"argmax + walk_tree", "row_params + accept_chain", "expand_topk", "linear_distill"}
-    assert document["rounds"] == []  # those of a CPU are the host's
+    assert document["rounds"] == []  # there are no device rounds on a CPU
     assert not any(row["graphs"] for row in document["decoding"])
     assert {"the same + panorama, N 1", "the same + panorama, N 4"} <= kernels
     assert all(row["ours_ms"] > 0 and row["eager_ms"] > 0 for row in document["kernels"])
@@ -29,7 +29,7 @@ def test_every_part_is_measured(specctl):
     assert set(decoding) == {(name, b, None) for name in ("vanilla", "transformers") for b in (1, 2)} | {
         ("lookup", b, length) for b in (1, 2) for length in (None, 2)
     }
-    assert len({row["tokens"] for row in decoding.values()}) == 1  # the same texts, whoever drafts
+    assert len({row["tokens"] for row in decoding.values()}) == 1  # the texts are the same for every drafter
     assert decoding["vanilla", 2, None]["mat"] == 1 and decoding["vanilla", 2, None]["speedup"] is None
     one, two = decoding["lookup", 1, None], decoding["lookup", 2, None]
     assert two["of_batch_1"] == pytest.approx(two["tokens_per_s"] / one["tokens_per_s"])
@@ -41,8 +41,8 @@ def test_every_part_is_measured(specctl):
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_attention_is_measured_against_the_same(monkeypatch, rows):
-    """On GPUs alone, where no test sees it: both must compute one thing, of heads in one order."""
+def test_attention_kernels_are_compared_on_equal_outputs(monkeypatch, rows):
+    """The kernel part runs on GPUs, which tests lack, so its inputs and head order are checked here."""
     monkeypatch.setattr(kernels, "LAYERS", 1)
     _, size, ours, eager, read = kernels.attention(torch.device("cpu"), torch.float32, 2, rows, 40)
     assert size == f"B 2, T {rows}, context 40" and read == 2 * (40 + rows) * 2 * 8 * 128 * 4
@@ -53,8 +53,8 @@ def test_attention_is_measured_against_the_same(monkeypatch, rows):
 @pytest.mark.parametrize(
     ("part", "place", "name"), [("kernels", kernels, "timed"), ("steps", Target, "step"), ("rounds", rounds, "_begin")]
 )
-def test_a_signal_stops_the_measurements(specctl, monkeypatch, part, place, name):
-    """The present measurement is finished; all measurements would take minutes."""
+def test_a_signal_stops_the_benchmark(specctl, monkeypatch, part, place, name):
+    """The current measurement is finished; all of them would take minutes."""
     begun, measure = [], getattr(place, name)
 
     def signalled(*given):
@@ -68,13 +68,13 @@ def test_a_signal_stops_the_measurements(specctl, monkeypatch, part, place, name
     assert done.code == 75 and begun == [name] and "interrupted by SIGTERM" in done.err
 
 
-def test_people_see_tables(specctl):
+def test_without_json_tables_are_printed(specctl):
     done = specctl("bench", "--parts", "kernels", "vocabularies=[300]", "repeats=1", "batches=[1]")
     assert done.code == 0 and "eager / ours" in done.out and "tokens/s" not in done.out
 
 
-def test_random_weights_of_a_shape(specctl, monkeypatch):
-    """The built-in tokenizer, no prompts and no transformers baseline: only speed is asked for."""
+def test_random_weights_of_a_shape_are_benchmarked(specctl, monkeypatch):
+    """With the built-in tokenizer, no prompts and no transformers baseline."""
     monkeypatch.setitem(shapes.SHAPES, "1b", shapes.Shape(1, 32, 2, 1, 48, 4096, 16))
     done = specctl(
         "bench", "--json", "--shape", "1b", "--parts", "decoding", "--limit", "2", "--batches", "2",
@@ -85,8 +85,8 @@ def test_random_weights_of_a_shape(specctl, monkeypatch):
     assert done.json["decoding"][1]["speedup_transformers"] is None
 
 
-def test_rounds_of_random_weights(specctl, monkeypatch):
-    """A random head stands in for a trained one; lookup drafts on the host and has no such round."""
+def test_rounds_of_random_weights_are_benchmarked(specctl, monkeypatch):
+    """A random head replaces a trained one; lookup has no device rounds."""
     from specctl.measuring.bench import rounds as bench_rounds
 
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
@@ -103,7 +103,7 @@ def test_rounds_of_random_weights(specctl, monkeypatch):
     assert all(row["round_ms"] > 0 and not row["graphs"] for row in rows.values())
 
 
-def test_a_plan_and_bad_input(specctl):
+def test_a_plan_is_printed_and_bad_input_refused(specctl):
     done = specctl("bench", "--shape", "1b", "--dry-run")
     assert done.code == 0 and "1b" in done.out
     assert specctl("bench", "--parts", "none").code == 2
@@ -111,9 +111,8 @@ def test_a_plan_and_bad_input(specctl):
     assert specctl("bench", "--drafter", "nowhere").code == 2
 
 
-def test_floors_of_gpus_that_are_not_here(specctl):
-    """Against sums by hand: 70.6 billion parameters of which 1.05 are looked up; two bytes each; 320 KiB of keys and
-    values a token."""
+def test_floors_of_absent_gpus_equal_a_computation_by_hand(specctl):
+    """70.6 B parameters minus a 1.05 B embedding, at two bytes each; keys and values take 320 KiB per token."""
     done = specctl.ok(
         "bench", "--json", "--parts", "floors", "--shape", "70b", "gpus=[h100-80g,h200]", "--batches", "1,64"
     )
@@ -125,15 +124,14 @@ def test_floors_of_gpus_that_are_not_here(specctl):
     assert one["weights_ms"] == pytest.approx(weights / (2 * 3.35e12) * 1000, rel=1e-3)
     assert one["kv_ms"] == pytest.approx(kv / (2 * 3.35e12) * 1000)
     assert one["tokens_per_s"] == pytest.approx(1000 / (one["weights_ms"] + one["kv_ms"]))
-    assert one["of_plain"] == 1 and one["rows"] == 9  # reading takes longer than nine rows of products
+    assert one["of_plain"] == 1 and one["rows"] == 9  # reading takes longer than the products of nine rows
     computing = 2 * 69.50e9 * 64 * 9 / (4 * 989e12) * 1000
     assert many["rows_ms"] == pytest.approx(computing, rel=1e-3)
     assert many["of_plain"] == pytest.approx(computing / many["plain_ms"], rel=1e-3) and many["of_plain"] > 1
     assert many["plain_ms"] == pytest.approx((weights + 64 * kv) / (4 * 3.35e12) * 1000, rel=1e-3)
 
 
-def test_floors_of_a_target(specctl):
-    """From its configuration alone."""
+def test_floors_are_computed_from_the_configuration(specctl):
     done = specctl("bench", "--json", "--parts", "floors", "--batches", "1", "gpus=[l40s]", "context=100")
     (row,) = done.json["floors"]
     assert done.code == 0 and row["gpus"] == 1 and 0 < row["weights_ms"] < 0.1 and row["context"] == 100
@@ -142,8 +140,8 @@ def test_floors_of_a_target(specctl):
 
 
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
-def test_a_shape_without_room_is_refused(specctl, monkeypatch, flags):
-    """Before anything of it is made; of the part that needs twice the memory, that part."""
+def test_a_shape_without_memory_is_refused(specctl, monkeypatch, flags):
+    """Before any weights are made. If only some parts fit, the error names them."""
     monkeypatch.setattr(shapes, "free_memory", lambda device: 20e9)
     done = specctl("bench", "--shape", "32b", "--dtype", "bf16", "--device", "cpu", *flags)
     assert done.code == 2 and "66 GB of weights" in done.err and "--parts floors" in done.err
@@ -156,8 +154,8 @@ def test_a_shape_without_room_is_refused(specctl, monkeypatch, flags):
     assert specctl("bench", "--shape", "32b", "--parts", "kernels", "--dry-run").code == 0
 
 
-def test_kernels_of_a_gpu_are_replayed_with_cold_caches(monkeypatch):
-    """The order of what a GPU would be asked: write the cache, note the time, replay, note the time."""
+def test_gpu_kernels_are_replayed_with_cold_caches(monkeypatch):
+    """Order of calls: flush the cache, start the timer, replay, stop the timer."""
     order = []
 
     class Event:

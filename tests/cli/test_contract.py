@@ -1,4 +1,4 @@
-"""Streams, exit codes, error documents: what scripts around the command rely on."""
+"""Streams, exit codes and error documents that scripts rely on."""
 
 import errno
 import functools
@@ -72,14 +72,14 @@ def test_each_error_has_its_exit_code_and_one_line(specctl, library, error, code
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, functools.partial(errors.Interrupted, "stopped", progress.RESUME)]
 )
-def test_a_stopped_command_says_how_it_goes_on(argv, hint, error, specctl, library):
-    """Ctrl-C in `generate` named an option that it does not have, and `eval` did not name its run directory."""
+def test_an_interrupted_command_says_how_to_continue(argv, hint, error, specctl, library):
+    """`generate` used to suggest an option of other commands, and `eval` did not name its run directory."""
     library(argv[0], raiser(error()))
     assert specctl(*argv, "--json").json["error"]["hint"] == hint
 
 
 class OutOfMemoryError(RuntimeError):
-    """PyTorch's, by its name."""
+    """Stand-in for PyTorch's error, which is recognized by name."""
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,14 @@ class OutOfMemoryError(RuntimeError):
         MemoryError(),
     ],
 )
-def test_out_of_memory_names_what_needs_less(command, knob, error):
+def test_out_of_memory_names_keys_that_reduce_memory(command, knob, error):
     failure = explain(error, command)
     assert (failure.type, failure.code) == ("MemoryError", 1)
     assert failure.message.startswith("out of memory") and "enforce" not in failure.message
     assert knob in failure.hint
 
 
-def test_the_knobs_for_memory_exist():
-    """A hint that names a key which is gone helps nobody."""
+def test_the_memory_keys_exist():
     for command, row in SUBCOMMANDS.items():
         for key in row.memory_keys:
             value = RECIPES[command]()
@@ -125,8 +124,8 @@ def test_without_json_an_error_leaves_stdout_empty(specctl, library):
     assert done.err.strip() == "error: p.jsonl:3: not JSON (hint: fix it)"
 
 
-def test_a_hint_stands_behind_all_lines_of_a_message(specctl, library):
-    """It read as if it belonged to the last of several problems."""
+def test_a_hint_follows_all_lines_of_a_message(specctl, library):
+    """It used to look like a part of the last of several problems."""
     library("distill", raiser(errors.DataError("2 rejected\n  p:1: bad\n  p:2: bad", "fix them")))
     assert specctl("distill").err.splitlines()[-2:] == ["  p:2: bad", "(hint: fix them)"]
 
@@ -143,21 +142,21 @@ def test_a_hint_stands_behind_all_lines_of_a_message(specctl, library):
         (["distill", "batch_size=x"], "error: batch_size=x: should be a valid integer"),
     ],
 )
-def test_what_is_wrong_with_a_command_line_is_said_once(specctl, argv, said):
+def test_a_wrong_command_line_gives_one_error_line(specctl, argv, said):
     assert said in specctl(*argv).err.splitlines()[-1]
 
 
-def test_a_name_that_no_file_can_have_is_a_matter_of_usage(specctl):
+def test_an_overlong_pool_name_is_a_usage_error(specctl):
     done = specctl("select", "--pool", "a" * 300, "--dry-run")
     assert done.code == 2 and "File name too long" in done.err
 
 
-def test_a_name_that_is_too_long_is_no_drafter(specctl):
+def test_an_overlong_drafter_name_is_reported_as_missing(specctl):
     done = specctl("eval", "--drafter", "x" * 5000, "--dry-run")
     assert done.code == 2 and "no drafter xxx" in done.err and "File name too long" not in done.err
 
 
-def test_messages_fit_a_screen_whatever_was_given(specctl, library):
+def test_messages_are_limited_in_length(specctl, library):
     found = explain(errors.UsageError("\n".join(f"{n}: " + "x" * 5000 for n in range(2_000)), "y" * 5000))
     assert len(found.message) < 2000 and len(found.message.splitlines()) <= 12 and len(found.hint) < 500
     assert explain(errors.UsageError("a\x1b[31mb")).message == "a\\x1b[31mb"
@@ -165,8 +164,8 @@ def test_messages_fit_a_screen_whatever_was_given(specctl, library):
     assert len(specctl("distill", "--json").json["error"]["message"]) < 500
 
 
-def test_an_endpoint_that_is_no_address_is_named(monkeypatch):
-    """huggingface_hub fails while it is imported, with words about a port alone."""
+def test_an_invalid_hf_endpoint_is_named(monkeypatch):
+    """huggingface_hub fails during its import, and mentions only a port."""
     error = ValueError("Port could not be cast to integer value as 'abc'")
     monkeypatch.setenv("HF_ENDPOINT", "http://localhost:abc")
     found = explain(error)
@@ -176,15 +175,15 @@ def test_an_endpoint_that_is_no_address_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "place"), [("eval", "mine"), ("distill", "distilled/sql")])
-def test_a_full_disk_is_named_where_the_system_names_none(specctl, library, command, place):
-    """A write that fails has no file name: `error: No space left on device`."""
+def test_a_full_disk_names_the_output(specctl, library, command, place):
+    """A failing write carries no file name."""
     library(command, raiser(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     done = specctl(command, *(["--output-dir", "mine"] if command == "eval" else []))
     assert done.code == 1 and done.err.startswith(f"error: {place}: No space left on device (hint: free space")
 
 
-def test_a_password_is_nowhere_to_be_read(specctl, library, tmp_path, monkeypatch):
-    """Plan, resolved recipe, run.json, messages and tracebacks; what runs has it."""
+def test_passwords_are_masked_everywhere_but_in_the_run(specctl, library, tmp_path, monkeypatch):
+    """In plans, resolved recipes, run.json, messages and tracebacks."""
     secret = "reasoning.judge.endpoint=http://me:HUSH@host/v1"
     command = ["reason", "--algo", "lr", "reasoning.judge.kind=model", "reasoning.judge.name=m", secret]
     command += ["reasoning.draft=./d", "reasoning.judge.timeout_s=1"]
@@ -209,19 +208,19 @@ def test_a_password_is_nowhere_to_be_read(specctl, library, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("command", ["eval", "select", "online", "bench", "generate", "distill", "train-drafter"])
 @pytest.mark.parametrize("switch", ["--overwrite", "--resume"])
-def test_a_run_of_another_command_is_left_alone(specctl, tmp_path, command, switch):
-    """`eval --overwrite` left the other run's files among its own."""
+def test_a_run_of_another_command_is_not_overwritten_or_resumed(specctl, tmp_path, command, switch):
+    """`eval --overwrite` used to mix its files with those already there."""
     (tmp_path / "run.json").write_text('{"command": "report"}')
     if switch == "--resume" and command in ("select", "bench", "generate"):
-        argv = [command, "--dry-run", "--overwrite"]  # they do not resume a run directory
+        argv = [command, "--dry-run", "--overwrite"]  # these commands cannot resume a run directory
     else:
         argv = [command, "--dry-run", switch]
     done = specctl(*argv, "--output-dir", str(tmp_path))
     assert done.code == 2 and "holds a run of specctl report" in done.err
 
 
-def test_prompts_of_a_file_have_no_drafter_to_be_warmed_up(specctl, tmp_path):
-    """It took that of sql, or trained one on prompts of sql."""
+def test_prompts_of_a_file_get_no_warm_up_drafter_of_sql(specctl, tmp_path):
+    """`online` used to take the drafter of sql, or to train one on sql prompts."""
     (tmp_path / "mine.jsonl").write_text('{"prompt": "Q"}\n')
     done = specctl("online", "--algo", "opt-hydra", "--prompts", "mine.jsonl", "--dry-run")
     assert done.code == 2 and "no drafter in drafters/mine-hydra, and no prompts of mine" in done.err
@@ -229,7 +228,7 @@ def test_prompts_of_a_file_have_no_drafter_to_be_warmed_up(specctl, tmp_path):
     assert specctl("distill", "--prompts", "mine.jsonl", "--domain", "../x", "--dry-run").code == 2
 
 
-def test_traceback_only_when_asked(specctl, library):
+def test_a_traceback_is_shown_only_with_v(specctl, library):
     library("distill", raiser(RuntimeError("boom")))
     assert "Traceback" in specctl("distill", "-v").err
 
@@ -263,7 +262,7 @@ def test_wrong_command_lines_exit_2(specctl, argv):
 
 
 @pytest.mark.parametrize("argv", [["--json", "distill"], ["distill", "--json"]])
-def test_json_is_one_document_wherever_the_option_stands(specctl, library, argv):
+def test_json_prints_one_document(specctl, library, argv):
     def noisy(recipe, run):
         print("a library prints to stdout")
         os.write(1, b"and so does C code\n")
@@ -278,7 +277,7 @@ def test_json_is_one_document_wherever_the_option_stands(specctl, library, argv)
     assert "so does C" in done.err
 
 
-def test_quiet_prints_the_path_alone(specctl, library):
+def test_quiet_prints_only_the_path(specctl, library):
     library("distill", lambda recipe, run: (progress.log("working"), Result())[1])
     done = specctl("distill", "-q")
     assert (done.out, done.err) == ("distilled/sql\n", "")
@@ -291,7 +290,7 @@ def test_the_run_directory_holds_recipe_environment_and_result(specctl, library,
     specctl.ok("recipes", "validate", str(run / "recipe.resolved.yaml"))
 
 
-def test_only_the_first_process_speaks(specctl, library, monkeypatch, tmp_path):
+def test_only_rank_zero_prints(specctl, library, monkeypatch, tmp_path):
     library("distill", lambda recipe, run: Result())
     monkeypatch.setenv("RANK", "1")
     done = specctl("distill", "--json")
@@ -299,7 +298,7 @@ def test_only_the_first_process_speaks(specctl, library, monkeypatch, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_sigterm_ends_with_75(specctl, library):
+def test_sigterm_exits_with_75(specctl, library):
     def interrupted(recipe, run):
         os.kill(os.getpid(), signal.SIGTERM)
         assert progress.interrupts.requested()
@@ -311,7 +310,7 @@ def test_sigterm_ends_with_75(specctl, library):
     assert "--resume" in done.err
 
 
-def test_colour_is_for_terminals_and_nothing_is_cut(specctl):
+def test_without_a_terminal_output_is_plain_and_complete(specctl):
     done = specctl("domains", "ls")
     assert "\x1b" not in done.out
     assert "…" not in done.out
@@ -319,8 +318,8 @@ def test_colour_is_for_terminals_and_nothing_is_cut(specctl):
 
 
 @pytest.mark.parametrize("columns", ["80", "30"])
-def test_names_and_numbers_stay_whole_on_a_narrow_terminal(monkeypatch, columns):
-    """A drafter's name stood in three pieces in 80 columns, numbers in two in 40, and some columns nowhere."""
+def test_tables_on_a_narrow_terminal_keep_names_and_numbers_whole(monkeypatch, columns):
+    """Names and numbers used to be split over lines, and some columns were dropped."""
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -335,8 +334,8 @@ def test_names_and_numbers_stay_whole_on_a_narrow_terminal(monkeypatch, columns)
     assert {"transformers", "static,", "tokens"} <= set(re.sub(r"\x1b\[[0-9;]*m", " ", "\n".join(lines)).split())
 
 
-def test_a_closed_pipe_is_no_error():
-    """`specctl … | head -1`: no traceback, success."""
+def test_a_closed_pipe_is_not_an_error():
+    """`specctl … | head -1` succeeds without a traceback."""
     command = f"{sys.executable} -m specctl domains show sql --samples 3000 | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "0"
@@ -344,7 +343,7 @@ def test_a_closed_pipe_is_no_error():
 
 
 def ended(command: str, **environ: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `specctl` in a shell of its own."""
+    """Return exit code, stdout and stderr of `specctl` in a separate shell."""
     shown = [sys.executable, "-m", "specctl"]
     done = subprocess.run(
         ["bash", "-c", f"{' '.join(shown)} {command}"], capture_output=True, text=True, env={**os.environ, **environ}
@@ -353,21 +352,20 @@ def ended(command: str, **environ: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("command", ["domains ls --json", "--help", "domains show nope --json"])
-def test_a_full_stdout_is_told_in_one_line(command):
-    """The failure was printed to the same full stdout, which made a traceback."""
+def test_a_full_stdout_gives_one_error_line(command):
+    """The error used to be printed to the same full stdout, which gave a traceback."""
     code, _, said = ended(f"{command} > /dev/full")
     assert code == (2 if "nope" in command else 1)
     assert len(said.splitlines()) == 1 and said.startswith("error: ")
 
 
-def test_work_goes_on_where_stderr_is_full():
-    """The error cannot be shown; its document is on stdout, and the exit code is its own."""
+def test_a_full_stderr_does_not_change_document_and_exit_code():
     code, shown, _ = ended("domains show nope --json 2> /dev/full")
     assert (code, json.loads(shown)["error"]["type"]) == (2, "UnknownDomain")
 
 
-def test_a_process_that_ends_calls_what_is_registered_and_prints_all():
-    """It ends without freeing its objects; no search for reference cycles has delayed its start."""
+def test_the_process_runs_exit_handlers_and_flushes_output():
+    """It exits without freeing its objects, and starts without garbage collection."""
     code = """
 import atexit, gc, sys
 import specctl.__main__, specctl.cli.main
@@ -382,7 +380,7 @@ specctl.__main__.main()
     assert (done.returncode, done.stdout, done.stderr) == (75, "['eval'] False; registered", "")
 
 
-def test_cycles_are_searched_for_while_a_command_computes(specctl, library):
+def test_garbage_collection_is_on_while_a_command_computes(specctl, library):
     def works(recipe, run):
         assert gc.isenabled()
         return Result()
@@ -396,7 +394,7 @@ def test_cycles_are_searched_for_while_a_command_computes(specctl, library):
         gc.unfreeze()
 
 
-def test_texts_that_stdout_cannot_spell_are_escaped():
+def test_text_that_stdout_cannot_encode_is_escaped():
     code, shown, _ = ended("guide choosing --json", PYTHONIOENCODING="ascii")
     assert code == 0 and shown.isascii() and not json.loads(shown)["text"].isascii()
     for name, path in (("'naïve 😀'", "naïve 😀"), ("$'\\xff'", "\udcff")):
@@ -404,15 +402,15 @@ def test_texts_that_stdout_cannot_spell_are_escaped():
         assert (code, json.loads(shown)["error"]["message"]) == (2, f"{path} is not a directory")
 
 
-def test_docstrings_are_needed():
+def test_python_without_docstrings_is_refused():
     code, _, said = ended("domains ls", PYTHONOPTIMIZE="2")
     assert code == 2 and said.startswith("error: ") and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
 @pytest.mark.parametrize("module", ["specctl.cli.main", "specctl.recipe.resolve"])
-def test_a_signal_while_libraries_are_imported(tmp_path, module, number, code):
-    """Broken off in an import, transformers says that it could not import something: exit code 1."""
+def test_a_signal_during_imports_gives_its_exit_code(tmp_path, module, number, code):
+    """An interrupted import makes transformers raise an ImportError, which used to exit with code 1."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may ignore it\n"
@@ -432,8 +430,8 @@ def test_a_signal_while_libraries_are_imported(tmp_path, module, number, code):
 
 
 @pytest.mark.parametrize(("closed", "printed"), [("<&- >&-", ""), ("2>&-", "specctl")])
-def test_closed_streams_are_no_error(closed, printed):
-    """`specctl … >&-`: Python has no sys.stdout then, and the next file opened would be printed into."""
+def test_closed_streams_are_not_an_error(closed, printed):
+    """With `>&-`, sys.stdout is None and the next opened file gets descriptor 1."""
     command = f"{sys.executable} -m specctl --version {closed}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stdout.split(" ")[0], done.stderr) == (0, printed, "")
@@ -445,8 +443,7 @@ def test_version(specctl):
     assert specctl("--version").out == f"specctl {__version__}\n"
 
 
-def test_a_comma_in_a_path(tmp_path, monkeypatch):
-    """It parts names, except in the name of what is there."""
+def test_a_comma_in_an_existing_path_does_not_split_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a,b").mkdir()
     assert options._names(["a,b", "a,b+lookup", "a,c", "lookup"]) == ["a,b", "a,b+lookup", "a", "c", "lookup"]

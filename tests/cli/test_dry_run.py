@@ -31,7 +31,7 @@ def workplace(tmp_path, distilled):
 
 
 @pytest.mark.parametrize("name", YAML)
-def test_every_recipe_is_dry_run(specctl, workplace, name):
+def test_every_recipe_can_be_dry_run(specctl, workplace, name):
     before = sorted(workplace.rglob("*"))
     output = workplace / "elsewhere"
     done = specctl.ok(command_of(name), "--recipe", name, "--dry-run", "--json", "--output-dir", str(output))
@@ -40,8 +40,8 @@ def test_every_recipe_is_dry_run(specctl, workplace, name):
     assert sorted(workplace.rglob("*")) == before
 
 
-def test_what_becomes_of_responses_is_said(specctl):
-    """Each filter where it is on, none where all are off."""
+def test_the_plan_lists_active_response_filters(specctl):
+    """Filters that are off are not listed."""
 
     def said(*options):
         steps = specctl("distill", "--domain", "sql", "--dry-run", "--json", *options).json["steps"]
@@ -52,14 +52,14 @@ def test_what_becomes_of_responses_is_said(specctl):
     assert every.endswith("drop loops, drop truncated responses")
 
 
-def test_a_store_is_not_said_to_be_trained(specctl):
+def test_a_datastore_is_planned_without_training_steps(specctl):
     steps = specctl("train-drafter", "--arch", "retrieval", "--dry-run", "--json").json["steps"]
     assert any(step.startswith("index the responses") for step in steps)
     assert not any("ZeRO" in step for step in steps)
 
 
 @pytest.mark.parametrize("name", ["none", "lookup", "suffix"])
-def test_drafters_without_weights_are_named(specctl, name):
+def test_drafters_without_weights_are_accepted_by_name(specctl, name):
     assert specctl("eval", "--drafter", name, "--dry-run").code == 0
 
 
@@ -78,13 +78,13 @@ def test_every_deepspeed_configuration_parses_and_merges(specctl, name):
 
 
 @pytest.mark.parametrize("command", sorted(RECIPES.keys() - GIVEN))
-def test_commands_need_no_argument(specctl, command):
-    """The lines of the contract work as they stand on a fresh install."""
+def test_commands_run_without_arguments(specctl, command):
+    """On a fresh install, without drafters or data."""
     specctl.ok(command, "--dry-run")
 
 
 @pytest.mark.parametrize("command", sorted(GIVEN))
-def test_a_command_on_a_file_or_a_server_has_none_by_default(specctl, command):
+def test_commands_that_need_an_argument_say_so(specctl, command):
     done = specctl(command, "--dry-run")
     assert done.code == 2
     assert f"specctl {command}" in done.err
@@ -113,7 +113,7 @@ def test_a_command_on_a_file_or_a_server_has_none_by_default(specctl, command):
         (["distill", "--output-dir", "full", "--shard", "1/4"], 0, ""),
     ],
 )
-def test_what_is_in_the_way_is_said_before_anything_is_loaded(specctl, tmp_path, argv, code, says):
+def test_obstacles_are_reported_before_anything_is_loaded(specctl, tmp_path, argv, code, says):
     (tmp_path / "file").write_text("")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").write_text("")
@@ -124,7 +124,7 @@ def test_what_is_in_the_way_is_said_before_anything_is_loaded(specctl, tmp_path,
     assert says in done.err
 
 
-def test_flags_overrides_and_prompt_find_their_keys(specctl):
+def test_flags_overrides_and_prompt_set_their_keys(specctl):
     done = specctl(
         *(
             *("generate", "Which = is it?", "--drafter", "lookup", "--top-p", "0.9", "sampling.top_k=5"),
@@ -138,12 +138,12 @@ def test_flags_overrides_and_prompt_find_their_keys(specctl):
     assert recipe["target"]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-def test_a_flag_beats_an_override_beats_the_recipe_beats_the_environment(specctl, monkeypatch, tmp_path):
+def test_flags_beat_overrides_beat_recipe_beat_environment(specctl, monkeypatch, tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("limit: 3\nsampling: {top_k: 3, top_p: 0.3}\n")
     for key in ("LIMIT", "SAMPLING__TOP_K", "SAMPLING__MAX_NEW_TOKENS"):
         monkeypatch.setenv(f"SPECCTL_{key}", "4")
-    monkeypatch.setenv("SPECCTL_ARCH", "lm")  # another command's key
+    monkeypatch.setenv("SPECCTL_ARCH", "lm")  # a key of another command
     argv = ("--recipe", str(recipe), "limit=2", "sampling.top_k=2", "--limit", "1", "--dry-run", "--json")
     resolved = specctl("eval", *argv).json["recipe"]
     sampling = resolved["sampling"]
@@ -155,14 +155,14 @@ def test_a_flag_beats_an_override_beats_the_recipe_beats_the_environment(specctl
     ("options", "ids"),
     [(["features.mode=server"], [2, 5, 7, 10]), (["--arch", "medusa", "--features-from", "http://h:1"], [10])],
 )
-def test_the_command_of_a_server_with_the_drafters_states(specctl, options, ids):
+def test_the_plan_prints_the_command_of_a_feature_server(specctl, options, ids):
     steps = specctl("train-drafter", "--domain", "sql", *options, "--dry-run", "--json").json["steps"]
     assert any(f'"eagle_aux_hidden_state_layer_ids": {ids}' in step for step in steps)
     assert any("sglang.launch_server" in step for step in steps) == (len(ids) == 1)
     assert any("request the target's hidden states from http://h:1" in step for step in steps) == (len(ids) == 1)
 
 
-def test_the_plan_says_what_a_target_without_layers_cannot(specctl, tmp_path):
+def test_the_plan_tells_what_is_lost_without_target_layers(specctl, tmp_path):
     options = ["--domain", "sql", "features.mode=server", "--dry-run", "--json"]
     whole, ends = (
         specctl("train-drafter", *options, *more).json["steps"] for more in ([], ["features.whole_target=false"])
@@ -174,7 +174,7 @@ def test_the_plan_says_what_a_target_without_layers_cannot(specctl, tmp_path):
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
-def test_a_family_that_needs_the_layers_is_refused_by_name(specctl, tmp_path, dry):
+def test_a_family_that_needs_target_layers_is_refused_by_name(specctl, tmp_path, dry):
     before = sorted(tmp_path.rglob("*"))
     options = ["--arch", "lm", "--domain", "sql", "objective=kl", "features.mode=cached", "features.whole_target=false"]
     done = specctl("train-drafter", *options, *dry)
@@ -184,7 +184,7 @@ def test_a_family_that_needs_the_layers_is_refused_by_name(specctl, tmp_path, dr
 
 @pytest.fixture
 def foreign(tmp_path, target):
-    """A head of the built-in target, and the same head as made for a target with another vocabulary."""
+    """A head of the built-in target, and the same head relabeled for another target."""
     write_head(tmp_path / "own", target, "eagle3", 0)
     write_head(tmp_path / "pool/other", target, "eagle3", 0)
     found = checkpoint.load(tmp_path / "pool/other")
@@ -217,7 +217,7 @@ def test_a_drafter_of_another_target_is_refused(specctl, foreign, argv):
     specctl.ok(*(places.get(part, part) for part in argv), "--dry-run")
 
 
-def test_a_pool_leaves_out_a_drafter_of_another_target(specctl, foreign):
+def test_a_pool_skips_a_drafter_of_another_target(specctl, foreign):
     for command in ("select", "serve"):
         done = specctl.ok(command, "--pool", "pool", "--dry-run")
         assert f"pool/other is left out of the pool: drafter {foreign}" in done.err
@@ -234,7 +234,7 @@ def test_a_pool_leaves_out_a_drafter_of_another_target(specctl, foreign):
         (b"\xff\xfe", "codec"),
     ],
 )
-def test_a_list_of_servers_that_is_none_is_refused_by_name(specctl, distilled, tmp_path, listed, says, dry):
+def test_an_invalid_list_of_servers_is_refused_by_name(specctl, distilled, tmp_path, listed, says, dry):
     distilled(tmp_path / "data")
     if listed is not None:
         (tmp_path / "servers").write_bytes(listed if isinstance(listed, bytes) else listed.encode())
@@ -243,7 +243,7 @@ def test_a_list_of_servers_that_is_none_is_refused_by_name(specctl, distilled, t
     assert "features.servers=servers: " in done.err and says in done.err and "one address per line" in done.err
 
 
-def test_the_plan_of_a_stream_says_how_far_it_is_ahead(specctl, tmp_path):
+def test_the_plan_of_a_stream_tells_how_far_ahead_it_reads(specctl, tmp_path):
     options = ["--domain", "sql", "features.servers=servers", "features.ahead=9", "features.server.wait_s=5"]
     steps = specctl("train-drafter", *options, "--dry-run", "--json").json["steps"]
     assert any("states from servers, 64 texts at a time and 9 ahead of the training" in step for step in steps)
@@ -263,7 +263,7 @@ def test_the_plan_of_a_stream_says_how_far_it_is_ahead(specctl, tmp_path):
     ],
 )
 def test_a_plan_refuses_the_hybrids_that_a_run_refuses(specctl, workplace, command, hybrid, option, says):
-    """By the families in their files: no weights are read."""
+    """By the families in the config files, without reading weights."""
     done = specctl(command, "--drafter", hybrid, f"drafting.{option}", "--dry-run")
     assert done.code == 2 and says in done.err
 
@@ -271,14 +271,14 @@ def test_a_plan_refuses_the_hybrids_that_a_run_refuses(specctl, workplace, comma
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 @pytest.mark.parametrize("command", ["generate", "eval", "bench", "select", "serve", "online"])
 def test_rescoring_without_a_head_and_a_datastore_is_refused(specctl, workplace, command, dry):
-    """It would be ignored."""
+    """It would have no effect."""
     given = [[]] if command == "online" else [[], ["--drafter", "drafters/sql-medusa"], ["--drafter", "lookup"]]
     for drafter in given:
         done = specctl(command, *drafter, "drafting.rescore=true", *dry)
         assert done.code == 2 and "rescore needs a" in done.err and not done.out
 
 
-def test_a_plan_takes_a_head_with_a_datastore(specctl, workplace):
+def test_a_plan_accepts_a_head_with_a_datastore(specctl, workplace):
     store = "demo-out/drafters/sql-retrieval"
     specctl.ok("eval", "--drafter", f"drafters/sql-medusa+{store}", "drafting.rescore=true", "--dry-run")
     specctl.ok(
@@ -309,10 +309,10 @@ def test_a_plan_takes_a_head_with_a_datastore(specctl, workplace):
         ("serve --drafter lookup --drafter suffix arms.draft_nodes=[2]", 2, "set arms.names alone"),
     ],
 )
-def test_a_plan_refuses_what_a_run_refuses_before_it_loads_anything(specctl, workplace, argv, code, says, dry):
+def test_a_plan_refuses_what_a_run_refuses_before_loading(specctl, workplace, argv, code, says, dry):
     done = specctl(*shlex.split(argv), *dry)
     assert done.code == code and says in done.err and done.err.count("\n") == 1
 
 
-def test_a_drafter_of_the_pool_that_is_no_arm_may_be_a_rival(specctl, workplace):
+def test_a_pool_drafter_that_is_not_an_arm_can_be_a_rival(specctl, workplace):
     specctl.ok(*shlex.split("select --drafter lookup --drafter suffix arms.names=[lookup] --rival suffix --dry-run"))

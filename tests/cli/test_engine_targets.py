@@ -1,5 +1,7 @@
-"""Targets that only engines run, from the first prompt to the exported head, as users type it; where specctl itself
-would run the target, it refuses and names the commands that work."""
+"""Targets that only engines can run, from the first prompt to the exported head.
+
+Commands that would run such a target in specctl refuse it and name the commands that work.
+"""
 
 import json
 
@@ -29,7 +31,7 @@ ON_CPU = ["--device", "cpu", "--dtype", "fp32"]
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    """`served(name)`: the target's directory, its model, and a vLLM that serves it and gives its states."""
+    """Return `serve(name)`: the target's directory, its model, and a vLLM server that also returns states."""
     monkeypatch.setattr("specctl.engines.client.FIRST_PAUSE_S", 0.01)
     engines = []
 
@@ -49,7 +51,7 @@ def served(tmp_path, monkeypatch):
 
 
 def train_and_export(specctl, tmp_path, served, name, arch):
-    """The configuration of the exported head, the drafter's own, and the model."""
+    """Return the config of the exported head, the drafter's config, and the model."""
     target, model, engine = served(name)
     questions = tmp_path / "questions.jsonl"
     lines = [json.dumps({"prompt": f"Question {n}: what is {n} + {n * 7 % 13}?"}) for n in range(12)]
@@ -83,8 +85,8 @@ def train_and_export(specctl, tmp_path, served, name, arch):
         for arch in ARCHS
     ],
 )
-def test_a_head_is_trained_on_an_engines_states_and_exported(specctl, tmp_path, served, name, arch):
-    """The head starts from the target's own ends, and the exported configuration has the sizes of the text model."""
+def test_a_head_is_trained_on_engine_states_and_exported(specctl, tmp_path, served, name, arch):
+    """The head starts from the target's embedding and head; the exported config has the sizes of the text model."""
     exported, made, model = train_and_export(specctl, tmp_path, served, name, arch)
     text = model.config.get_text_config()
     for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"):
@@ -96,8 +98,8 @@ def test_a_head_is_trained_on_an_engines_states_and_exported(specctl, tmp_path, 
     assert load_file(tmp_path / "head" / "model.safetensors")["norm.weight"].shape == (64,)
 
 
-def test_import_and_a_datastore(specctl, tmp_path):
-    """The head is read back without a trial, and says so; a datastore needs only the texts."""
+def test_a_head_is_imported_and_a_datastore_made_without_running_the_target(specctl, tmp_path):
+    """The import notes that the head was not tried; a datastore needs only texts."""
     target = tmp_path / "target"
     model = write("qwen3.5", target)
     row = {"id": "0" * 32, "prompt_id": "1" * 16, "domain": "sums", "temperature": 0.0, "seed": 0, "stop": "eos"}
@@ -149,8 +151,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", pytest.param("nemotron-h", marks=pytest.mark.slow)])
-def test_what_specctl_would_run_itself_is_refused(specctl, tmp_path, distilled, name):
-    """With --dry-run as without it, in one line that names what works. The plan was printed, and the run refused."""
+def test_commands_that_would_run_the_target_are_refused(specctl, tmp_path, distilled, name):
+    """In one line that names what works, with and without --dry-run. The plan used to be printed."""
     write(name, tmp_path / "target")
     distilled(tmp_path / "data")
     for case, words in REFUSED.items():
@@ -173,8 +175,8 @@ ACCEPTED = {
 }
 
 
-def test_plans_where_an_engine_runs_it(specctl, tmp_path, distilled):
-    """The plan of `distill --server` did not look at the target."""
+def test_commands_that_use_an_engine_are_planned(specctl, tmp_path, distilled):
+    """`distill --server` used to plan without looking at the target."""
     write("qwen3-next", tmp_path / "target")
     (tmp_path / "log.jsonl").write_text("")
     distilled(tmp_path / "data")
@@ -184,15 +186,15 @@ def test_plans_where_an_engine_runs_it(specctl, tmp_path, distilled):
         assert specctl(*words, "--target", "./nowhere", "--dry-run").code == 4, case
 
 
-def test_missing_data_is_to_come_from_an_engine(specctl, tmp_path):
-    """`train-drafter` distilled its data first, and was refused afterwards."""
+def test_missing_data_must_be_distilled_by_an_engine(specctl, tmp_path):
+    """`train-drafter` used to distill first and refuse afterwards."""
     write("qwen3-next", tmp_path / "target")
     line = ["train-drafter", "--domain", "sql", "--target", "./target", "--features-from", "http://h:1", "--dry-run"]
     done = specctl(*line)
     assert done.code == 4 and "no complete data in" in done.err and "specctl distill --server" in done.err
 
 
-def test_doctor_says_which_commands_work(specctl, tmp_path):
+def test_doctor_lists_the_commands_that_work(specctl, tmp_path):
     write("nemotron-h", tmp_path / "target")
     done = specctl("doctor", "--target", "./target", "--json")
     assert done.code == 0 and done.json["target"]["path"] == "engine"
@@ -204,8 +206,8 @@ def test_doctor_says_which_commands_work(specctl, tmp_path):
     assert all(use["works"] for use in specctl("doctor", "--target", "builtin", "--json").json["commands"])
 
 
-def test_the_table_has_all_commands():
-    """A new command that reads a target has to say whether it runs it."""
+def test_the_table_of_target_commands_is_complete():
+    """A new command that reads a target must state whether it runs it."""
     from specctl.cli.target_commands import OWN_FORWARD, WITH_ENGINES
     from specctl.subcommands import SUBCOMMANDS
 

@@ -1,4 +1,4 @@
-"""The estimate of `train-drafter --dry-run`, for the targets of the papers, from their configurations, offline."""
+"""The estimate of `train-drafter --dry-run` for the targets of papers, offline from their configurations."""
 
 import json
 import os
@@ -46,7 +46,7 @@ PAPERS = [
 
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
-    """A Hugging Face cache that holds nothing but the targets' configurations; the hub itself is off."""
+    """A Hugging Face cache with only the targets' configurations; the hub is offline."""
     cache = tmp_path / "hub"
     for name, (config, _) in CONFIGS.items():
         model = cache / f"models--{name.replace('/', '--')}"
@@ -60,7 +60,7 @@ def hub_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_recipes_of_papers_are_estimated_from_the_cache(specctl, hub_cache, name):
+def test_paper_recipes_are_estimated_from_the_cache(specctl, hub_cache, name):
     done = specctl.ok("train-drafter", "--recipe", name, "--dry-run", "--json")
     found, recipe = done.json["estimate"], done.json["recipe"]
     assert (found is not None) == (recipe["arch"] in FAMILIES)
@@ -73,20 +73,20 @@ def test_recipes_of_papers_are_estimated_from_the_cache(specctl, hub_cache, name
     assert "lean step" in done.json["steps"][0], "the configuration in the cache was not looked at"
 
 
-def test_without_the_configuration_the_plan_says_what_is_missing(specctl, monkeypatch, tmp_path):
+def test_without_the_configuration_the_plan_says_it_is_missing(specctl, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     done = specctl.ok("train-drafter", "--recipe", "train-drafter/qwen3-8b-eagle3", "--dry-run", "--json")
     assert done.json["estimate"] is None
     assert "config.json" in done.json["steps"][-1]
 
 
-def test_a_name_that_is_neither_path_nor_id_is_refused(specctl):
+def test_a_target_that_is_neither_path_nor_id_is_refused(specctl):
     done = specctl("train-drafter", "--target", "a/b/c", "--dry-run")
     assert done.code == 4
     assert "a/b/c" in done.err
 
 
-def test_data_that_is_there_is_counted(specctl, distilled, tmp_path):
+def test_existing_data_is_counted(specctl, distilled, tmp_path):
     distilled(tmp_path / "distilled/sql")
     found = specctl("train-drafter", "--dry-run", "--json").json["estimate"]
     assert (found["responses"], found["response_tokens"], found["texts_counted"]) == (1, 1, True)
@@ -109,7 +109,7 @@ def test_contradictory_engine_options_are_recipe_errors(specctl, argv, says):
 
 
 def stand_ins(place, **programs):
-    """The environment of a job of two nodes, with programs of these names and bodies, and stand-ins for Slurm's."""
+    """Return the environment of a two-node job, with stand-ins for Slurm and for `programs` (name, shell body)."""
     programs |= {
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\n'
         'SLURM_PROCID=3 SLURM_LOCALID=3 SLURM_STEP_NUM_TASKS=8 exec "$@"',
@@ -124,8 +124,8 @@ def stand_ins(place, **programs):
     return os.environ | slurm | {"PATH": f"{place}/bin:{os.environ['PATH']}"}
 
 
-def test_the_slurm_script_is_bash_and_its_commands_parse(specctl, distilled, hub_cache, tmp_path):
-    """Run it with stand-ins for Slurm and specctl, and dry-run every specctl command line that it came to."""
+def test_the_slurm_script_runs_and_its_commands_parse(specctl, distilled, hub_cache, tmp_path):
+    """Run the script with stand-ins for Slurm and specctl, then dry-run each specctl command it called."""
     script = shipped()["slurm/train-drafter"]
     work = tmp_path / "work"
     work.mkdir()
@@ -149,9 +149,12 @@ def test_the_slurm_script_is_bash_and_its_commands_parse(specctl, distilled, hub
         assert planned.json["recipe"]["target"]["name"] == "meta-llama/Llama-3.1-8B-Instruct"
 
 
-def test_the_slurm_script_of_streams_starts_engines_and_trainers(specctl, hub_cache, distilled, tmp_path):
-    """An engine for each task of the first node, with the plan's command and a directory that all nodes share; then the
-    trainers. After a signal the script waits for the trainers, and requeues the job."""
+def test_the_slurm_stream_script_starts_engines_and_trainers(specctl, hub_cache, distilled, tmp_path):
+    """Each task of the first node starts an engine with the plan's command and a shared directory; then the trainers
+    start.
+
+    After a signal, the script waits for the trainers and requeues the job.
+    """
     states = HiddenStatesSpec("meta-llama/Llama-3.1-8B-Instruct", None, (2, 16, 29, 32), 4096)
     plan = {"steps": ["first", f"start a server with: {vllm.capture_command(states)}"]}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
@@ -191,14 +194,14 @@ for ((i = 0; i < 500; i++)); do sleep 0.1; done"""
         assert any('"eagle_aux_hidden_state_layer_ids": [2, 16, 29, 32]' in step for step in planned.json["steps"])
 
 
-def test_the_slurm_script_is_copied_under_its_own_suffix(specctl, tmp_path):
+def test_the_slurm_script_is_copied_with_its_suffix(specctl, tmp_path):
     specctl.ok("recipes", "cp", "slurm/train-drafter", str(tmp_path))
     assert (tmp_path / "train-drafter.sbatch").read_text().startswith("#!/bin/bash")
     listed = {row["name"]: row["about"] for row in specctl("recipes", "ls", "--json").json["recipes"]}
     assert "Slurm" in listed["slurm/train-drafter"]
 
 
-def test_every_recipe_with_a_stage_resolves_it_in_one_place():
+def test_recipes_set_the_zero_stage_consistently():
     for name in (name for name in shipped() if name.startswith("train-drafter/")):
         recipe = resolve(command_of(name), name, environ={})
         assert recipe.deepspeed.get("zero_optimization", {}).get("stage", recipe.zero_stage) == recipe.zero_stage

@@ -1,4 +1,4 @@
-"""recipes, domains, doctor."""
+"""The commands recipes, domains and doctor."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from specctl.threads import CpuFacts
 from tests.conftest import SIZES, write_tiny
 
 
-def test_a_recipe_is_copied_edited_and_checked(specctl, tmp_path):
+def test_a_recipe_can_be_copied_edited_and_validated(specctl, tmp_path):
     assert specctl("recipes", "cp", "train-drafter/eagle3", "mine.yaml").code == 0
     mine = tmp_path / "mine.yaml"
     assert specctl("recipes", "validate", "mine.yaml").code == 0
@@ -40,8 +40,8 @@ def test_recipes_are_listed_and_shown(specctl):
 @pytest.mark.parametrize(
     ("name", "said"), [("deepspeed/zero1", "deepspeed=deepspeed/zero1"), ("slurm/train-drafter", "recipes cp")]
 )
-def test_what_stands_beside_the_recipes_is_not_read_as_one(specctl, name, said):
-    """It complained of line 19 of a script, and of DeepSpeed's own keys."""
+def test_files_that_are_not_recipes_are_refused_as_recipes(specctl, name, said):
+    """The error used to be about line 19 of a script, or DeepSpeed's keys."""
     for argv in (("train-drafter", "--recipe", name), ("recipes", "validate", name)):
         done = specctl(*argv)
         assert done.code == 2 and "not a recipe" in done.err and said in done.err
@@ -55,7 +55,7 @@ def test_domains_are_listed_and_shown(specctl):
     assert "prompts from the generator" in specctl("domains", "show", "sql").out
 
 
-def test_doctor_is_content_here(specctl):
+def test_doctor_finds_everything_here(specctl):
     done = specctl("doctor", "--json")
     assert done.code == 0, done.out
     found = {finding["what"]: finding for finding in done.json["findings"]}
@@ -63,7 +63,7 @@ def test_doctor_is_content_here(specctl):
     assert found["target builtin"]["value"].startswith("lean step")
 
 
-def test_doctor_names_what_is_missing_and_the_fix(specctl, monkeypatch):
+def test_doctor_names_missing_packages_and_the_fix(specctl, monkeypatch):
     monkeypatch.setattr("specctl.runs.version", lambda name: {"torch": "1.0"}.get(name))
     done = specctl("doctor", "--json")
     assert done.code == 1
@@ -72,7 +72,7 @@ def test_doctor_names_what_is_missing_and_the_fix(specctl, monkeypatch):
     assert missing["transformers"].startswith("pip install 'transformers>=")
 
 
-def test_doctor_about_a_target_that_is_not_there(specctl):
+def test_doctor_reports_a_missing_target(specctl):
     done = specctl("doctor", "--target", "./nowhere")
     assert done.code == 4
     assert "./nowhere" in done.out
@@ -84,7 +84,7 @@ def test_every_missing_finding_has_a_fix():
     assert doctor.package("torch", ">=2", "2.13.0+cpu").state == "ok"
 
 
-def test_doctor_sees_that_the_cores_are_taken():
+def test_doctor_reports_busy_cores():
     quiet, busy = CpuFacts(8, 8, busy=0.1), CpuFacts(8, 8, busy=3.0)
     assert doctor.threads_finding(quiet, None) == doctor.Finding("threads", "ok", "8 threads on 8 cores")
     assert doctor.threads_finding(quiet, 2).state == "ok", "fewer than are free were asked for"
@@ -98,7 +98,7 @@ def test_doctor_sees_that_the_cores_are_taken():
 
 
 def test_doctor_describes_a_target_without_its_weights(specctl, tmp_path):
-    """A description of the wrong layer, or one that needs the checkpoint, is of no use before a download."""
+    """So that a target can be checked before its download."""
     directory = write_tiny(
         tmp_path / "gemma", "Gemma2Config", SIZES | {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 2}
     )
@@ -134,7 +134,7 @@ def test_doctor_describes_a_target_without_its_weights(specctl, tmp_path):
         assert words in shown
 
 
-def test_doctor_shows_where_longrope_ends(specctl, tmp_path):
+def test_doctor_shows_the_limit_of_longrope(specctl, tmp_path):
     factors = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
     sizes = SIZES | {"rope_parameters": rope, "original_max_position_embeddings": 64}
@@ -144,7 +144,7 @@ def test_doctor_shows_where_longrope_ends(specctl, tmp_path):
 
 
 def test_doctor_finds_a_target_in_the_hugging_face_cache(specctl, tmp_path, monkeypatch):
-    """By the id, without asking the hub."""
+    """By id, without asking the hub."""
     snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (tmp_path / "models--some--model" / "refs").mkdir()
@@ -159,8 +159,8 @@ def test_doctor_finds_a_target_in_the_hugging_face_cache(specctl, tmp_path, monk
     assert "not in the Hugging Face cache" in finding["value"] and "hf download some/other" in finding["fix"]
 
 
-def test_doctor_refuses_targets_that_cannot_be_used(specctl, tmp_path):
-    """Each with the exit code of a checkpoint that does not fit, and the reason by name."""
+def test_doctor_refuses_unusable_targets(specctl, tmp_path):
+    """Each with exit code 4 and its reason."""
     (tmp_path / "empty").mkdir()
     transformers.T5Config().save_pretrained(tmp_path / "t5")
     (tmp_path / "unknown").mkdir()
@@ -190,15 +190,15 @@ def test_doctor_notes_a_target_without_chat_template(specctl, tmp_path):
     assert "chat_template.jinja" in done.json["findings"][-1]["fix"]
 
 
-def test_a_directory_without_a_configuration_is_no_target(specctl, tmp_path):
-    """transformers' own words were: Unrecognized model in ."""
+def test_a_directory_without_config_is_not_a_target(specctl, tmp_path):
+    """The error used to be "Unrecognized model in .", from transformers."""
     done = specctl("generate", "hi", "--target", ".")
     assert done.code == 4 and ". is not a model directory: it has no config.json" in done.err
     assert "no config.json" in specctl("doctor", "--target", str(tmp_path)).out
 
 
-def test_a_pool_may_be_deep(specctl, tmp_path):
-    """--dry-run and `eval` looked only at the directories right below it, `select` at all of them."""
+def test_a_pool_may_be_nested(specctl, tmp_path):
+    """`eval` and --dry-run used to look one level deep only, unlike `select`."""
     (tmp_path / "pool/math/eagle3").mkdir(parents=True)
     for name in ("config.json", "drafter.json"):
         (tmp_path / "pool/math/eagle3" / name).write_text("{}")
@@ -206,15 +206,15 @@ def test_a_pool_may_be_deep(specctl, tmp_path):
     assert done.code == 0 and any("pool/math/eagle3" in step for step in done.json["steps"])
 
 
-def test_nobody_wonders_which_prompt_was_answered(specctl):
+def test_generate_says_when_no_prompt_was_given(specctl):
     assert "no prompt given" in specctl("generate", "--dry-run").err
     assert specctl("generate", "hi", "--dry-run").err == ""
     done = specctl("generate", "\udcff\udcfe", "--dry-run")
     assert done.code == 3 and "not UTF-8" in done.err
 
 
-def test_doctor_looks_for_the_weights(tmp_path):
-    """It said that everything was there of a directory without weights, and of one with half a file."""
+def test_doctor_checks_the_weights(tmp_path):
+    """It used to accept a directory without weights, and one with half a file."""
     directory = Path(write_tiny(tmp_path / "llama", "LlamaConfig", SIZES))
     file, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     assert doctor.weights(directory).state == "ok"
@@ -231,8 +231,8 @@ def test_doctor_looks_for_the_weights(tmp_path):
     assert found.state == "missing" and "model-2.safetensors" in found.value
 
 
-def test_a_model_directory_that_is_half_there(specctl, tmp_path):
-    """Damaged weights were an unexpected SafetensorError; without its tokenizer every prompt had to be shortened."""
+def test_a_damaged_model_directory_is_reported(specctl, tmp_path):
+    """Damaged weights used to raise SafetensorError, and a missing tokenizer made every prompt too long."""
     directory = Path(write_tiny(tmp_path / "qwen", "Qwen3Config", SIZES | {"head_dim": 16}))
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
@@ -252,7 +252,7 @@ def test_a_model_directory_that_is_half_there(specctl, tmp_path):
     ],
 )
 def test_help_ends_with_an_example_of_its_own_options(specctl, name):
-    """An example that names an option of another command would be the first thing a newcomer types."""
+    """An example with an option of another command would fail at the first try."""
     said = " ".join(specctl(name, "--help").out.replace("│", " ").split())
     about, _, example = said.partition("Example: ")
     assert example.startswith(f"specctl {name} ")
@@ -261,8 +261,8 @@ def test_help_ends_with_an_example_of_its_own_options(specctl, name):
     assert "<bool>" not in about.replace("--help -h <bool>", "")
 
 
-def test_the_list_of_commands_breaks_lines_only_at_its_width(specctl):
-    """The summary of `import` broke after "Hydra," at any width."""
+def test_command_summaries_are_not_broken_early(specctl):
+    """The summary of `import` used to break after "Hydra," at any width."""
     listed = " ".join(specctl("--help").out.replace("│", " ").split())
     summaries = {name: command.short_help for name, command in get_command(app).commands.items() if command.short_help}
     assert {"import", "eval", "report"} <= summaries.keys()
@@ -271,14 +271,14 @@ def test_the_list_of_commands_breaks_lines_only_at_its_width(specctl):
 
 
 @pytest.mark.parametrize(("missing", "verdict"), [(1, "1 requirement is missing"), (2, "2 requirements are missing")])
-def test_the_verdict_of_doctor_has_a_real_plural(missing, verdict):
-    """It said "1 requirements are missing"."""
+def test_the_doctor_verdict_uses_singular_and_plural(missing, verdict):
+    """It used to say "1 requirements are missing"."""
     assert doctor._report({"findings": [], "missing": missing}, None).renderables[-1] == verdict
 
 
 @pytest.mark.parametrize("make_other", [lambda file: None, os.mkfifo, os.mkdir], ids=["nothing", "pipe", "directory"])
-def test_doctor_is_not_content_without_weights(tmp_path, make_other):
-    """It said ok, and exit 0, of a target that cannot be loaded; a pipe kept it waiting."""
+def test_doctor_reports_missing_weights(tmp_path, make_other):
+    """It used to say ok for a target that cannot be loaded, and to block on a pipe."""
     directory = Path(write_tiny(tmp_path / "llama", "LlamaConfig", SIZES))
     (directory / "model.safetensors").unlink()
     make_other(directory / "model.safetensors")
@@ -286,7 +286,7 @@ def test_doctor_is_not_content_without_weights(tmp_path, make_other):
     assert found.state == "missing" and str(directory) in found.value + str(found.fix)
 
 
-def test_a_template_that_refuses_is_one_line(specctl, tmp_path):
+def test_an_error_in_a_chat_template_is_one_line(specctl, tmp_path):
     write_tiny(tmp_path / "llama", "LlamaConfig", SIZES)
     (tmp_path / "llama/chat_template.jinja").write_text("{{ raise_exception('no users here') }}")
     done = specctl("generate", "hi", "--target", "./llama")

@@ -1,4 +1,4 @@
-"""`eval --matrix` and prompt files per domain on the command line: flags, what is shown, what is refused."""
+"""`eval --matrix` and prompt files per domain on the command line: options, output and refusals."""
 
 import json
 
@@ -28,7 +28,7 @@ MATRIX = Matrix(
 
 @pytest.fixture
 def pool(tmp_path):
-    """A pool as far as it is looked at before anything is loaded; → its recipes' options."""
+    """Write the files of a pool that are read before loading; return the options to use it."""
     for name, domain in (("math-head", ["math"]), ("sql-head", ["sql"])):
         (tmp_path / "drafters" / name).mkdir(parents=True)
         (tmp_path / "drafters" / name / "config.json").write_text("{}")
@@ -53,7 +53,7 @@ def test_the_matrix_is_shown_instead_of_the_list(specctl, pool, answered):
     assert "better than every trained drafter: lookup in math" in done.out.splitlines()
 
 
-def test_the_run_directory_holds_picture_and_table(specctl, pool, answered, tmp_path):
+def test_the_run_directory_holds_the_picture_and_the_table(specctl, pool, answered, tmp_path):
     document = specctl("eval", *pool, "--json").json
     assert document["matrix"]["values"] == MATRIX.values
     assert document["matrix"]["diagonal"][0]["interval"] == [1.1, 2.4]
@@ -63,7 +63,7 @@ def test_the_run_directory_holds_picture_and_table(specctl, pool, answered, tmp_
     assert (run / "matrix.csv").read_text().startswith("drafter,sql,math,macro\n")
 
 
-def test_domains_are_those_of_the_pool_unless_named(specctl, pool):
+def test_domains_default_to_those_of_the_pool(specctl, pool):
     def domains(*argv):
         return specctl("eval", *pool, *argv, "--dry-run", "--json").json["recipe"]["data"]["domain"]
 
@@ -76,11 +76,11 @@ def test_domains_are_those_of_the_pool_unless_named(specctl, pool):
     ("argv", "left"),
     [(["none"], []), (["vanilla"], ["vanilla"]), (["vanilla,transformers"], ["vanilla", "transformers"])],
 )
-def test_baselines(specctl, argv, left):
+def test_baselines_can_be_chosen(specctl, argv, left):
     assert specctl("eval", "--baselines", *argv, "--dry-run", "--json").json["recipe"]["baselines"] == left
 
 
-def test_an_override_leaves_out_baselines_too(specctl):
+def test_an_override_can_remove_baselines(specctl):
     assert specctl("eval", "baselines=[]", "--dry-run", "--json").json["recipe"]["baselines"] == []
 
 
@@ -99,14 +99,14 @@ def test_an_override_leaves_out_baselines_too(specctl):
         (["--resume", "--overwrite", "--output-dir", "out"], 2, "exclude"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_loaded(specctl, pool, tmp_path, argv, code, says):
+def test_impossible_requests_are_refused_before_loading(specctl, pool, tmp_path, argv, code, says):
     (tmp_path / "sql.jsonl").write_text('{"prompt": "Q"}\n')
     done = specctl("eval", *argv, "--dry-run")
     assert done.code == code, done.err
     assert says in done.err
 
 
-def test_a_pool_whose_drafter_is_damaged(specctl, pool, tmp_path):
+def test_a_damaged_drafter_in_the_pool_is_named(specctl, pool, tmp_path):
     (tmp_path / "drafters/sql-head/drafter.json").write_text("{")
     done = specctl("eval", *pool, "--dry-run")
     assert done.code == 4
@@ -114,7 +114,7 @@ def test_a_pool_whose_drafter_is_damaged(specctl, pool, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["distill", "train-drafter", "eval"])
-def test_a_prompts_file_for_each_domain(specctl, tmp_path, command):
+def test_prompts_files_per_domain_must_all_exist(specctl, tmp_path, command):
     argv = (command, "--domain", "sql,math", "--prompts", "{domain}.jsonl", "--dry-run")
     (tmp_path / "sql.jsonl").write_text('{"prompt": "Q"}\n')
     done = specctl(*argv)
@@ -124,8 +124,7 @@ def test_a_prompts_file_for_each_domain(specctl, tmp_path, command):
     assert specctl(*argv).code == 0
 
 
-def test_resume_is_refused_before_the_old_result_is_touched(specctl, tmp_path, answered):
-    """A wrong option must not cost the result of the run that it named by mistake."""
+def test_resume_with_other_options_keeps_the_old_result(specctl, tmp_path, answered):
     out = tmp_path / "out"
     out.mkdir()
     stamp = json.dumps(recipe_stamp(EvalRecipe(limit=3)))

@@ -1,4 +1,4 @@
-"""`specctl export --push`: the files, with a model card, in a repository of a hub that runs here."""
+"""`specctl export --push` uploads the files and a model card, here to a local hub."""
 
 import base64
 import hashlib
@@ -16,7 +16,7 @@ TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 
 
 class Hub(ThreadingHTTPServer):
-    """The calls of an upload as the Hugging Face hub answers them: weights through LFS, other files in the commit."""
+    """The upload API of the Hugging Face hub: weights through LFS, other files in the commit."""
 
     daemon_threads = True
 
@@ -105,8 +105,8 @@ def head(tmp_path_factory, target):
     return write_head(tmp_path_factory.mktemp("heads") / "sql-eagle3", target, "eagle3", 0)
 
 
-def test_the_files_of_an_export_reach_the_hub(specctl, hub, head, tmp_path):
-    """A repository without the weights, or with paths of this machine, is of no use to anybody."""
+def test_the_exported_files_are_uploaded(specctl, hub, head, tmp_path):
+    """With the weights, and without paths of this machine."""
     out = tmp_path / "out"
     done = specctl.ok(
         "export", str(head), "--to", "vllm", "--push", "team/head", "--private", "--output-dir", str(out), "--json"
@@ -121,7 +121,7 @@ def test_the_files_of_an_export_reach_the_hub(specctl, hub, head, tmp_path):
 
 
 @pytest.mark.parametrize(("status", "says"), [(403, "answered 403"), (500, "answered 500"), (None, "Connect")])
-def test_a_hub_that_refuses_leaves_the_files_here(specctl, hub, head, tmp_path, status, says):
+def test_a_failed_upload_keeps_the_local_files(specctl, hub, head, tmp_path, status, says):
     if status is None:
         hub.shutdown()
         hub.server_close()
@@ -134,7 +134,7 @@ def test_a_hub_that_refuses_leaves_the_files_here(specctl, hub, head, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["head", "a/b/c", "../x", "team/", "te am/x"])
-def test_a_name_that_is_no_repository_is_refused_before_anything_is_written(specctl, head, tmp_path, name):
+def test_an_invalid_repository_name_is_refused_before_writing(specctl, head, tmp_path, name):
     done = specctl("export", str(head), "--push", name, "--output-dir", str(tmp_path / "out"))
     assert done.code == 2 and "OWNER/NAME" in done.err
     assert not (tmp_path / "out").exists()
@@ -145,8 +145,8 @@ def test_private_without_push_is_refused(specctl, head):
     assert done.code == 2 and "push" in done.err
 
 
-def test_a_card_has_metadata_that_the_hub_reads():
-    """`license` was a sentence and `base_model` a path of the machine; the hub refuses both."""
+def test_a_model_card_has_valid_metadata():
+    """The hub refuses a sentence as `license` and a local path as `base_model`."""
     config = {"family": "eagle3", "target": {"name": "Qwen/Qwen3-8B", "hidden_size": 4096}}
     info = {"domain": ["sql"], "mat": {"held-out sql": 3.456}, "licence": "same as the target", "prompts": {"x": 1}}
     card = model_card("sql-eagle3", config, info, "vllm", ["vllm serve Qwen/Qwen3-8B"])

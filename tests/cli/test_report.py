@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def run(tmp_path):
-    """`run("a")` makes ./runs/a, a finished distillation."""
+    """Return `make(name)`, which writes ./runs/name, a finished distillation."""
 
     def make(name, started="2026-01-01T00:00:00+0000"):
         directory = tmp_path / "runs" / name
@@ -20,7 +20,7 @@ def run(tmp_path):
     return make
 
 
-def test_without_arguments_the_newest_run_is_taken_and_named(specctl, run):
+def test_without_arguments_the_newest_run_is_reported(specctl, run):
     run("b", "2026-01-01T00:00:00+0000")
     run("a", "2026-01-02T00:00:00+0000")
     done = specctl.ok("report")
@@ -28,7 +28,7 @@ def test_without_arguments_the_newest_run_is_taken_and_named(specctl, run):
     assert Path("runs/a/report/report.html").is_file()
 
 
-def test_json_is_one_document(specctl, run):
+def test_json_prints_one_document(specctl, run):
     done = specctl("report", run("a"), "--csv", "--json")
     assert done.json == {
         "report": "runs/a/report/report.html",
@@ -42,18 +42,18 @@ def test_json_is_one_document(specctl, run):
     assert all(Path(path).is_file() for path in (done.json["report"], *done.json["tables"]))
 
 
-def test_quiet_prints_the_path_alone(specctl, run):
+def test_quiet_prints_only_the_path(specctl, run):
     assert specctl("report", run("a"), "-q").out == "runs/a/report/report.html\n"
 
 
-def test_several_runs_get_a_directory_of_their_own(specctl, run):
+def test_several_runs_share_a_new_directory(specctl, run):
     document = specctl("report", run("a"), run("b"), "--json").json
     assert document["report"].startswith("runs/report-")
     assert document["runs"] == ["runs/a", "runs/b"]
     assert specctl("report", "--json").json["runs"] == ["runs/b"], "a report is no run"
 
 
-def test_a_report_can_be_made_again(specctl, run):
+def test_a_report_can_be_repeated(specctl, run):
     first, second = (specctl("report", run_dir, "--json") for run_dir in (run("a"), "runs/a"))
     assert first.json == second.json
 
@@ -69,7 +69,7 @@ def test_a_report_can_be_made_again(specctl, run):
         (["runs/a", "--output-dir", "file/below"], 1, "--output-dir"),
     ],
 )
-def test_what_cannot_be_is_one_line(specctl, run, argv, code, says):
+def test_invalid_arguments_give_one_error_line(specctl, run, argv, code, says):
     run("a"), run("broken")
     Path("runs/empty").mkdir()
     Path("runs/broken/result.json").write_text('{"rows": ')
@@ -80,7 +80,7 @@ def test_what_cannot_be_is_one_line(specctl, run, argv, code, says):
     assert "Traceback" not in done.err
 
 
-def test_no_runs_yet(specctl):
+def test_without_runs_it_is_an_error(specctl):
     done = specctl("report")
     assert (done.code, done.out) == (2, "")
     assert "no run directory below ./runs" in done.err

@@ -1,4 +1,4 @@
-"""What people see of results. The dataclasses are the library's own, so that a renamed field fails here."""
+"""Printed results. They are built with the library's own dataclasses, so that a renamed field fails here."""
 
 from dataclasses import fields as fields_of
 
@@ -8,11 +8,11 @@ from specctl.measuring.lossless import Losslessness
 
 
 def filled(kind, **given):
-    """A dataclass with None wherever nothing is given."""
+    """Return a dataclass with None for every field not given."""
     return kind(**{field.name: given.get(field.name) for field in fields_of(kind)})
 
 
-def test_eval_shows_a_row_and_both_verdicts(specctl, library):
+def test_eval_prints_rows_and_both_verdicts(specctl, library):
     row = filled(Row, drafter="lookup", domain="sql", mat=1.54, speedup=1.31, tokens=1234, target_passes=800)
     compared, not_compared = Losslessness(sequences=9, mismatches=0, ties=1), Losslessness(0, 0, 0)
     library("eval", lambda recipe, run: EvalResult([row], compared, not_compared, rejected=0))
@@ -23,7 +23,7 @@ def test_eval_shows_a_row_and_both_verdicts(specctl, library):
     assert "transformers: not compared" in done.out
 
 
-def test_generate_shows_the_text_and_the_numbers(specctl, library):
+def test_generate_prints_the_text_and_its_numbers(specctl, library):
     pieces = [Piece("SELECT [a]", False), Piece(" FROM t", True)]
     result = filled(GenerateResult, prompt="Q", text="SELECT [a] FROM t", tokens=5, mat=2.5, pieces=pieces)
     library("generate", lambda recipe, run: result)
@@ -33,8 +33,8 @@ def test_generate_shows_the_text_and_the_numbers(specctl, library):
     assert specctl("generate", "Q", "-q").out == "SELECT [a] FROM t\n"
 
 
-def test_speeds_that_cannot_be_are_marked_and_explained_once(specctl, library):
-    """Beside other work a clock says anything; mat, which counts, still holds. Usable rows stay as they were."""
+def test_unusable_speeds_are_marked_and_explained_once(specctl, library):
+    """On a busy machine times are meaningless, but mat stays valid. Usable rows are unchanged."""
     numbers = {"mat": 1.46, "speedup": 2.53, "tokens": 10, "unusable": "above its mat"}
     rows = [filled(Row, drafter="head", domain="sql", **numbers), filled(Row, drafter="lookup", speedup=1.31)]
     none, lengths = Losslessness(0, 0, 0), [filled(LengthRow, drafter="head", domain="sql", up_to=512, **numbers)]
@@ -53,8 +53,8 @@ def test_speeds_that_cannot_be_are_marked_and_explained_once(specctl, library):
     assert specctl("eval", "--drafter", "lookup", "--json").json["rows"][0]["unusable"] is None
 
 
-def test_a_bound_is_explained_once_there_is_one():
-    """`serve` ended with four lines on what a bound means, after a run that was too short to have one."""
+def test_a_speed_bound_is_explained_only_if_there_is_one():
+    """`serve` used to explain bounds after runs too short to have one."""
     from specctl.cli.serve import certain
 
     document = {"at_least": "at least: holds with …", "speed_at_least": None}

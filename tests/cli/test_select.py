@@ -1,4 +1,4 @@
-"""`specctl select` as users call it: what is refused before anything is loaded, and what is shown."""
+"""`specctl select` on the command line: refusals before loading, and output."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from tests.measuring.streams import write_head, write_prompts
 ROUTER = ("--train-router",)
 
 
-def test_the_line_of_the_readme_without_a_pool(specctl):
+def test_the_readme_command_works_without_a_pool(specctl):
     done = specctl.ok("select", "--algo", "hedgespec", "--pool", "./drafters", "--dry-run", "--json")
     assert any(
         "lookup, suffix, retrieval (and plain decoding, for policies that count seconds) with hedgespec" in step
@@ -42,14 +42,14 @@ def test_the_line_of_the_readme_without_a_pool(specctl):
         (["choice=batch", "--reset", "stream", "--algo", "ucbspec", *ROUTER], 2, "leave out choice=batch"),
     ],
 )
-def test_what_is_refused(specctl, argv, code, says):
+def test_invalid_options_are_refused(specctl, argv, code, says):
     done = specctl("select", *argv, "--dry-run")
     assert done.code == code, done.err
     assert says in done.err and done.out == ""
 
 
-def test_what_policies_bring_is_told(specctl):
-    """The reward of a paper, or a game of its own: nobody asked for these, and the plan said nothing of them."""
+def test_the_plan_tells_what_a_policy_sets(specctl):
+    """Some policies bring their own reward or game, which the user did not set."""
     done = specctl.ok(
         "select", "--algo", "normalhedge,metasd-ucb,ucbspec,hedgespec,router", *ROUTER, "--dry-run", "--json"
     )
@@ -68,7 +68,7 @@ def test_what_policies_bring_is_told(specctl):
         ("replay", "throughput", ["fastest arm played", "the fastest arm of every"], ["of best arm"]),
     ],
 )
-def test_headings_say_what_is_shown(mode, yardstick, there, absent):
+def test_headings_match_the_kind_of_result(mode, yardstick, there, absent):
     only = {"share_after_256": None if mode == "live" else 0.9}
     row = dict.fromkeys(COLUMNS, 0.9) | {"algo": "hedgespec", "kind": "policy"} | only
     row |= {"share_of_best_interval": [0.85, 0.95]}
@@ -88,8 +88,8 @@ def test_headings_say_what_is_shown(mode, yardstick, there, absent):
     assert "2 seeds × 3 queries" in shown and "holds at every moment" in shown and "90.0 % (85.0 … 95.0)" in shown
 
 
-def test_it_selects(specctl, tmp_path):
-    """The installed command on the built-in target, with drafters that need no training; then its report."""
+def test_select_and_report_run_end_to_end(specctl, tmp_path):
+    """On the built-in target with drafters that need no training."""
     prompts = write_prompts(tmp_path, ("Count to three.", "Say hi."))
     options = ("--prompts", str(prompts), "--max-new-tokens", "12", "--output-dir", str(tmp_path / "run"))
     done = specctl.ok("select", *options, "--baselines", "vanilla,fixed", "--json")
@@ -102,14 +102,14 @@ def test_it_selects(specctl, tmp_path):
     assert any("weights" in picture for picture in shown.json["pictures"])
 
 
-def test_a_table_that_is_none(specctl, tmp_path):
+def test_an_invalid_table_is_refused(specctl, tmp_path):
     (tmp_path / "t.parquet").write_text("nothing")
     done = specctl("select", "--replay", "t.parquet", "--json")
     assert done.code == 4 and done.json["error"]["type"] == "CheckpointError"
 
 
 def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
-    """Speeds of a replay are those of a cost model: to show them as measured would be a lie."""
+    """Speeds of a replay come from a cost model and must not be shown as measured."""
     prompts = write_prompts(tmp_path, ("Count to three.", "Say hi."))
     for option in ("--record", "--replay"):
         planned = specctl("select", "--prompts", str(prompts), option, "t.parquet", "--dry-run", "--json")
@@ -137,12 +137,11 @@ def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
     "options",
     [[], pytest.param(["choice=batch", "batch=2", "reset=stream", "algo=[ucbspec,random]"], marks=pytest.mark.slow)],
 )
-def test_rounds_run_on_the_device_where_all_contenders_have_them(
-    specctl, tmp_path, tiny_directory, monkeypatch, options
-):
-    """Two heads, chosen between by counts or scores: plain decoding, arms and policies alike; and the document says so.
-    So do heads that draft with a text drafter. With a policy that looks at drafts, all but plain decoding have the
-    host's."""
+def test_rounds_run_on_the_device_if_all_contenders_support_it(specctl, tmp_path, tiny_directory, monkeypatch, options):
+    """Two heads, chosen by counts or scores: plain decoding, arms and policies all run on the device, also in hybrids.
+
+    A policy that looks at drafts runs all but plain decoding on the host.
+    """
     target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
     for seed, family in enumerate(("eagle3", "medusa")):
         write_head(tmp_path / "pool" / family, target, family, seed)

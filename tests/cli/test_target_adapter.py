@@ -1,4 +1,4 @@
-"""`--target-adapter`: a LoRA adapter of the target, from the data to the table, and where it does not fit."""
+"""`--target-adapter`: a LoRA adapter of the target, from data to results, and refusals."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ def lora(tmp_path):
     return "lora"
 
 
-def test_a_plan_refuses_what_the_run_refuses(specctl, lora, tiny_directory, tmp_path):
+def test_a_plan_refuses_the_adapters_that_a_run_refuses(specctl, lora, tiny_directory, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Name a colour."}) + "\n")
     tiny = tiny_directory("llama")
     for command in (["generate", "Hi."], ["distill", "--prompts", "prompts.jsonl"]):
@@ -31,7 +31,7 @@ def test_a_plan_refuses_what_the_run_refuses(specctl, lora, tiny_directory, tmp_
     specctl.ok("distill", "--prompts", "prompts.jsonl", "--target-adapter", lora, "--dry-run")
 
 
-def test_doctor_reads_one_without_weights(specctl, lora, tiny_directory):
+def test_doctor_checks_an_adapter_without_weights(specctl, lora, tiny_directory):
     found = specctl("doctor", "--target-adapter", lora, "--json").json["findings"]
     assert next(one for one in found if one["what"] == "adapter lora")["state"] == "ok"
     done = specctl("doctor", "--target", tiny_directory("llama"), "--target-adapter", lora, "--json")
@@ -39,7 +39,7 @@ def test_doctor_reads_one_without_weights(specctl, lora, tiny_directory):
     assert done.code == 4 and wrong["state"] == "missing" and "has a matrix of shape [4, 256]" in wrong["value"]
 
 
-def test_an_adapter_given_as_the_target_is_told_how(specctl, lora):
+def test_an_adapter_given_as_target_gets_a_hint(specctl, lora):
     assert "--target BASE --target-adapter" in specctl("generate", "Hi.", "--target", f"./{lora}", "--dry-run").err
 
 
@@ -53,13 +53,13 @@ def test_an_adapter_given_as_the_target_is_told_how(specctl, lora):
         (["generate", "Hi.", "target.tensor_parallel=2"], "exclude each other"),
     ],
 )
-def test_contradictions_are_refused(specctl, lora, argv, says):
+def test_contradictory_options_are_refused(specctl, lora, argv, says):
     done = specctl(*argv, "--target-adapter", lora, "--dry-run")
     assert done.code == 2 and says in done.err
 
 
-def test_texts_with_an_adapter(specctl, lora, target, tmp_path):
-    """Lossless with a head of the target without it, and equal to the text of transformers and peft."""
+def test_texts_with_an_adapter_are_lossless(specctl, lora, target, tmp_path):
+    """With a head trained without the adapter; equal to the text of transformers and peft."""
     write_head(tmp_path / "head", target, "eagle3", 0)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Name a colour."}) + "\n")
     line = ["--target-adapter", lora, "--dtype", "fp32", "--max-new-tokens", "12"]
@@ -72,7 +72,7 @@ def test_texts_with_an_adapter(specctl, lora, target, tmp_path):
         assert table[name]["sequences"] and not table[name]["mismatches"]
 
 
-def test_data_and_drafters_name_it(specctl, lora, tmp_path):
+def test_data_and_drafters_name_the_adapter(specctl, lora, tmp_path):
     (tmp_path / "sql.jsonl").write_text("".join(json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(4)))
     line = ["--prompts", "sql.jsonl", "--target-adapter", lora, "--dtype", "fp32"]
     specctl.ok("distill", *line, "--max-new-tokens", "8")
@@ -91,8 +91,8 @@ def test_data_and_drafters_name_it(specctl, lora, tmp_path):
     assert "was written with adapter lora, not with adapter other" in said
 
 
-def test_one_drafter_for_several(specctl, lora, tmp_path):
-    """From data to export: it fits each of its adapters, and says so beside another one."""
+def test_one_drafter_serves_several_adapters(specctl, lora, tmp_path):
+    """From data to export: it fits each of its adapters, and warns about another one."""
     write_adapter("builtin", tmp_path / "other", r=2, target_modules="all-linear")
     write_adapter("builtin", tmp_path / "third", r=3)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(9)))

@@ -1,7 +1,7 @@
-"""The files of the package that a command enters, counted by a trace: a reader may have to open each of them.
+"""Budgets for the number of package files that a command enters, because a reader may have to open each file.
 
-A file counts if one of its functions runs after the imports. A budget rises only if the command does more, or if a
-file that had become too long is split by topic.
+A file counts if one of its functions runs after the imports. A budget rises only if the command does more, or if a long
+file is split by topic.
 """
 
 import gc
@@ -25,8 +25,10 @@ class FirstRound(BaseException):
 
 @contextmanager
 def entered(paths):
-    """Within it, `paths` collects the files, below the package, of functions that are called. Code that runs while a
-    module is imported does not count: an earlier test may have imported it."""
+    """Collect in `paths` the files below the package with functions that are called.
+
+    Code that runs during imports is ignored, because an earlier test may have imported the module.
+    """
     importing = 0
 
     def ends(frame, event, argument):
@@ -43,9 +45,9 @@ def entered(paths):
             paths.add(Path(code.co_filename).relative_to(PACKAGE).as_posix())
 
     before = sys.gettrace()
-    gc.collect()  # finalizers of earlier tests
+    gc.collect()  # run finalizers of earlier tests
     gc.disable()
-    sys.settrace(trace)  # unlike a profile, it is not called for functions in C
+    sys.settrace(trace)  # unlike a profiler, it is not called for C functions
     try:
         yield
     finally:
@@ -63,7 +65,7 @@ def pool(tmp_path_factory, target):
 
 
 def argv(command, pool):
-    """A command line on the built-in target, and whether it ends at its first round."""
+    """Return a command line on the built-in target."""
     match command:
         case "generate":
             return ["generate", "Count to three.", "--drafter", str(pool / "head0"), "--max-new-tokens", "4"]
@@ -77,7 +79,7 @@ def argv(command, pool):
 
 @pytest.mark.parametrize("command", BUDGET)
 def test_a_command_enters_few_files(specctl, pool, monkeypatch, command):
-    """`select` is followed until its first round."""
+    """`select` is traced up to its first round."""
     paths, line = set(), argv(command, pool)
     if command == "select":
         monkeypatch.setattr(DecodeState, "commit", lambda *_: (_ for _ in ()).throw(FirstRound))
@@ -90,8 +92,8 @@ def test_a_command_enters_few_files(specctl, pool, monkeypatch, command):
     assert len(paths) <= BUDGET[command], sorted(paths)
 
 
-def test_a_file_is_seen():
-    """Negative control."""
+def test_an_entered_file_is_counted():
+    """Negative control of the test above."""
     from specctl.errors import did_you_mean
 
     paths = set()

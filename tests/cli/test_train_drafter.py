@@ -1,4 +1,4 @@
-"""`train-drafter` distils first when there is no data: the one place where commands are chained."""
+"""`train-drafter` distills first if there is no data, the only place where commands are chained."""
 
 import json
 import math
@@ -19,7 +19,7 @@ class Result:
 
 @pytest.fixture
 def calls(library):
-    """The (command, recipe) pairs that reach the library."""
+    """Record the (command, recipe) pairs that reach the library."""
     seen = []
 
     def note(command):
@@ -35,14 +35,14 @@ def calls(library):
 
 
 @pytest.mark.parametrize(("mat", "says"), [(2.5, "2.50 (on held-out prompts"), (math.nan, "–")])
-def test_a_mat_says_what_it_was_measured_on(capsys, mat, says):
-    """Where there is one: of too few prompts none is held out."""
+def test_mat_is_printed_with_its_prompts(capsys, mat, says):
+    """If there are too few prompts, none is held out and there is no mat."""
     Console(width=200).print(show({"mat": mat}))
     told = capsys.readouterr().out
     assert says in told and ("held-out" in told) == (mat == 2.5)
 
 
-def test_it_distils_first_and_says_so(specctl, calls):
+def test_missing_data_is_distilled_first(specctl, calls):
     done = specctl.ok("train-drafter", "--domain", "math", "--seed", "5", "distill.responses=7")
     assert [command for command, _ in calls] == ["distill", "train-drafter"]
     first = calls[0][1]
@@ -52,8 +52,8 @@ def test_it_distils_first_and_says_so(specctl, calls):
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
-def test_a_target_without_what_a_family_is_made_of_is_refused_first(specctl, calls, tmp_path, dry):
-    """Before thousands of responses are distilled for it, and before anything is written."""
+def test_a_target_without_an_mtp_layer_is_refused_first(specctl, calls, tmp_path, dry):
+    """Before responses are distilled and before anything is written."""
     done = specctl("train-drafter", "--arch", "mtp", *dry)
     assert done.code == 4 and "target builtin has no MTP layer" in done.err and "model.mtp_layers.*" in done.err
     assert not calls and not list(tmp_path.iterdir())
@@ -69,27 +69,27 @@ def test_a_target_without_what_a_family_is_made_of_is_refused_first(specctl, cal
         (["--arch", "lm", "drafter.preset=huge"], "unknown preset"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_first(specctl, calls, tmp_path, argv, says, dry):
+def test_invalid_sizes_are_refused_first(specctl, calls, tmp_path, argv, says, dry):
     done = specctl("train-drafter", *argv, *dry)
     assert done.code == 2 and says in done.err
     assert not calls and not list(tmp_path.iterdir())
 
 
-def test_a_plan_for_a_targets_own_layer(specctl, calls, tmp_path):
+def test_an_mtp_layer_is_planned(specctl, calls, tmp_path):
     native = mtp.write(tmp_path / "native", "mimo")
     done = specctl.ok("train-drafter", "--arch", "mtp", "--target", native, "--dry-run", "--json")
     assert done.json["estimate"]["drafter_parameters"] > 800_000
     assert done.json["recipe"]["ttt_steps"] == 3
 
 
-def test_data_that_is_there_is_used(specctl, calls, distilled, tmp_path):
+def test_existing_data_is_used(specctl, calls, distilled, tmp_path):
     distilled(tmp_path / "distilled/sql")
     assert specctl("train-drafter").code == 0
     assert [command for command, _ in calls] == ["train-drafter"]
 
 
-def test_what_has_no_say_in_data_that_is_there_is_told(specctl, calls, distilled, tmp_path):
-    """--prompts was ignored without a word, and so was the target that had written the data."""
+def test_options_without_effect_on_existing_data_are_warned_about(specctl, calls, distilled, tmp_path):
+    """--prompts used to be ignored silently, and so was another target that had written the data."""
     distilled(tmp_path / "distilled/sql")
     meta = tmp_path / "distilled/sql/meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"target": {"name": "other"}}))
@@ -111,8 +111,8 @@ def test_unfinished_data_is_finished_on_resume(specctl, calls, distilled, tmp_pa
     assert ("is incomplete" in done.err) != bool(argv)
 
 
-def test_unfinished_data_that_was_trained_on_is_left_as_it_is(specctl, calls, distilled, tmp_path):
-    """A training that goes on needs the same data: finished, it would be refused."""
+def test_unfinished_data_that_was_trained_on_stays_unfinished(specctl, calls, distilled, tmp_path):
+    """A resumed training needs the same data, and would refuse finished data."""
     distilled(tmp_path / "distilled/sql", complete=False)
     (tmp_path / "drafters/sql-eagle3.checkpoints").mkdir(parents=True)
     done = specctl("train-drafter", "--resume")
@@ -120,7 +120,7 @@ def test_unfinished_data_that_was_trained_on_is_left_as_it_is(specctl, calls, di
     assert [command for command, _ in calls] == ["train-drafter"]
 
 
-def test_several_processes_do_not_all_distil(specctl, calls, monkeypatch):
+def test_several_processes_do_not_distill(specctl, calls, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = specctl("train-drafter")
     assert done.code == 2
@@ -136,8 +136,7 @@ def test_each_trains_one_drafter_per_domain(specctl, calls):
     assert done.json["pool"] == "pool" and len(done.json["drafters"]) == 2
 
 
-def test_a_mixture_reads_every_domain_s_data(specctl, calls, distilled, tmp_path):
-    """What is there is used, what is missing is distilled; nothing is distilled twice for the mixture."""
+def test_a_mixture_uses_existing_data_and_distills_the_rest(specctl, calls, distilled, tmp_path):
     distilled(tmp_path / "distilled/sql")
     assert specctl("train-drafter", "--domain", "sql,math").code == 0
     assert [command for command, _ in calls] == ["distill", "train-drafter"]
@@ -155,13 +154,13 @@ def test_a_mixture_reads_every_domain_s_data(specctl, calls, distilled, tmp_path
         (["--each", "distilled=d"], "exclude each other"),
     ],
 )
-def test_contradictions_are_refused(specctl, calls, argv, says):
+def test_contradictory_options_are_refused(specctl, calls, argv, says):
     done = specctl("train-drafter", *argv)
     assert done.code in (2, 4) and says in done.err
     assert calls == []
 
 
-def test_the_first_stage_comes_first_and_serves_again(specctl, calls, tmp_path):
+def test_pretraining_runs_once(specctl, calls, tmp_path):
     argv = ["train-drafter", "--arch", "lm", "--domain", "sql", "pretrain.responses=50"]
     assert specctl(*argv).code == 0
     assert [(command, recipe.data.domain) for command, recipe in calls] == [
@@ -180,7 +179,7 @@ def test_the_first_stage_comes_first_and_serves_again(specctl, calls, tmp_path):
     assert [recipe.data.domain for command, recipe in calls if command == "train-drafter"] == [["sql"]]
 
 
-def test_the_architecture_is_that_of_the_drafter_it_starts_from(specctl, calls, distilled, tmp_path):
+def test_the_architecture_follows_the_initial_drafter(specctl, calls, distilled, tmp_path):
     distilled(tmp_path / "distilled/sql")
     (tmp_path / "d").mkdir()
     (tmp_path / "d/config.json").write_text('{"family": "hydra"}')
@@ -199,8 +198,8 @@ def drafter(place, domains, family="eagle3", target="builtin", tokens=1, **confi
     (place / "model.safetensors").write_bytes(b"")
 
 
-def test_auto_starts_from_the_generalist_at_hand(specctl, calls, distilled, tmp_path):
-    """Not from a specialist, an adapter, another family's or target's head, or a directory that is no drafter."""
+def test_auto_starts_from_the_generalist_with_most_data(specctl, calls, distilled, tmp_path):
+    """Not from a specialist, an adapter, another family's or target's head, or an invalid directory."""
     distilled(tmp_path / "distilled/sql")
     place = tmp_path / "drafters"
     drafter(place / "math", ["math"])
@@ -217,8 +216,8 @@ def test_auto_starts_from_the_generalist_at_hand(specctl, calls, distilled, tmp_
     assert str(calls[1][1].init) == "drafters/other"
 
 
-def test_auto_without_a_generalist(specctl, calls, distilled, tmp_path):
-    """A new head, said aloud; an adapter of nothing is refused."""
+def test_auto_without_a_generalist_trains_a_new_head(specctl, calls, distilled, tmp_path):
+    """With a message. An adapter needs a base and is refused."""
     distilled(tmp_path / "distilled/sql")
     done = specctl("train-drafter", "--init", "auto")
     assert done.code == 0 and calls[0][1].init is None and "training a new head" in done.err
