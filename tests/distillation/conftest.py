@@ -1,4 +1,4 @@
-"""Fixtures of the tests of logs and traces."""
+"""Fixtures for the tests of logs and traces."""
 
 import json
 
@@ -11,7 +11,7 @@ from specctl.runs import Run
 
 @pytest.fixture
 def go(tmp_path, text):
-    """`go(rows)`: the result of `distill --from-log` on a file of these rows."""
+    """Return `run(rows)`, which gives the result of `distill --from-log` on these rows."""
 
     def run(rows, output="out", **fields):
         path = tmp_path / "traffic.jsonl"

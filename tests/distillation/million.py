@@ -1,6 +1,6 @@
-"""`distill` over many synthetic prompts, all but the decoding: read, filter, plan, shard, describe.
+"""Run `distill` over many synthetic prompts without decoding: read, filter, plan, shard, describe.
 
-python -m tests.distillation.million 1000000    prints rate and peak memory of the process as JSON
+`python -m tests.distillation.million 1000000` prints rate and peak memory of the process as JSON.
 """
 
 import json
@@ -21,7 +21,7 @@ RESPONSE = 32  # tokens
 
 
 class Target:
-    """A tokenizer of words."""
+    """A target with a tokenizer of words."""
 
     context_length = 4096
     identity = {"name": "synthetic", "vocab_hash": "0"}  # noqa: RUF012
@@ -32,7 +32,7 @@ class Target:
 
 
 def write(path: Path, count: int) -> None:
-    """20 to 100 words each; one in 20 has another full stop than the one before, one in 100 is a copy."""
+    """Write prompts of 20 to 100 words; one in 20 is a near-duplicate of the previous, one in 100 a copy."""
     draw, text = random.Random(0), ""
     with open(path, "w") as file:
         for number in range(count):
@@ -51,7 +51,7 @@ class NoEngine:
 
 
 def answers(engine, requests):
-    """Instead of decoding: numbers that follow from the seed."""
+    """Yield responses derived from the seed instead of decoding."""
     for index, request in enumerate(requests):
         ids = random.Random(request.seed).choices(range(50000), k=RESPONSE)
         yield SimpleNamespace(index=index, output_ids=ids, stop="eos")

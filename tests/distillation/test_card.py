@@ -1,4 +1,4 @@
-"""The data card: its counts are those of the files beside it, and it has no text of anybody."""
+"""The data card counts the stored files, and contains no texts."""
 
 import json
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ TEXT = "private words of a user " + " ".join(f"word{n}" for n in range(60))
 
 
 def looping(engine, requests):
-    """Of every four answers one loops, and one is truncated."""
+    """Yield responses of which every fourth loops; half of all are truncated."""
     for index, request in enumerate(requests):
         ids = [request.seed % 1000 + place for place in range(20 + index)] + [1, 2] * 20 * (index % 4 == 0)
         yield SimpleNamespace(index=index, output_ids=ids, stop="length" if index % 4 < 2 else "eos")
@@ -44,7 +44,7 @@ def go(tmp_path, monkeypatch):
     return distilled
 
 
-def test_counts_are_those_of_the_records(go, tmp_path):
+def test_card_counts_equal_the_stored_records(go, tmp_path):
     result, card = go(exclude=None)
     rows = list(store.read(tmp_path / "out"))
     prompts, responses = card["prompts"], card["responses"]
@@ -61,7 +61,7 @@ def test_counts_are_those_of_the_records(go, tmp_path):
     assert not any("private" in json.dumps(ids) for ids in prompts["ids"].values())
 
 
-def test_what_was_dropped_is_counted_once_however_often_it_is_resumed(go, tmp_path):
+def test_dropped_responses_are_counted_once_after_resuming(go, tmp_path):
     first, card = go(filters={"loops": "drop"})
     again, same = go(filters={"loops": "drop"}, resume=True)
     assert card["responses"] == same["responses"] and card["responses"]["dropped"] == {"loop": 3}
@@ -70,13 +70,13 @@ def test_what_was_dropped_is_counted_once_however_often_it_is_resumed(go, tmp_pa
     assert kept.responses == first.responses + 3 and card["responses"]["dropped"] == {}
 
 
-def test_the_last_job_of_an_array_writes_it(go):
+def test_the_last_job_of_an_array_writes_the_card(go):
     assert go(shard="0/2")[1] is None
     result, card = go(shard="1/2")
     assert card["responses"]["count"] == 12 > result.responses
 
 
-def test_nothing_kept_says_why(go, monkeypatch):
+def test_filtering_out_all_responses_is_an_error(go, monkeypatch):
     def truncated(*args, **options):
         for one in looping(*args, **options):
             one.stop = "length"
@@ -87,7 +87,7 @@ def test_nothing_kept_says_why(go, monkeypatch):
         go(filters={"truncated": "drop"})
 
 
-def test_a_report_shows_it(go, tmp_path):
+def test_a_report_shows_the_card(go, tmp_path):
     go()
     run = RunRecord(tmp_path, "distill", {}, {"output": str(tmp_path / "out")}, "")
     made = contents("distill", [run], Looks())

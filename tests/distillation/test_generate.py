@@ -1,4 +1,4 @@
-"""`distill` as a library call: what is written does not depend on batches, shards, signals or kills."""
+"""`distill` as a library call: the data does not depend on batches, shards, signals or kills."""
 
 import hashlib
 import itertools
@@ -26,7 +26,7 @@ IDENTITY = {"name": "fake", "hidden_size": 8, "num_layers": 1, "vocab_hash": "ca
 
 
 class FakeTarget:
-    """Renders a prompt as its bytes; context of 64."""
+    """A target with a context of 64 that renders a prompt as its bytes."""
 
     context_length = 64
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
@@ -41,7 +41,7 @@ class FakeTarget:
 
 
 def fake_stream(engine, requests):
-    """Text that depends on prompt, temperature and seed, as the core promises, and on nothing else; out of order."""
+    """Yield texts that depend only on prompt, temperature and seed, out of order."""
     order, slots = list(range(len(requests))), engine.options.slots
     for start in range(0, len(order), slots):
         order[start : start + slots] = reversed(order[start : start + slots])
@@ -81,7 +81,7 @@ def go(prompts, output, target=None, **fields):
     return distill(recipe(prompts, output, **fields), Run(output.parent / "run"), target=target or FakeTarget())
 
 
-def test_result_and_records(questions, tmp_path):
+def test_result_and_records_agree(questions, tmp_path):
     result = go(questions, tmp_path / "out")
     rows = list(store.read(tmp_path / "out"))
     assert (result.domain, result.prompts, result.responses, result.rejected, result.shards) == ("sql", 50, 50, 0, 8)
@@ -92,7 +92,7 @@ def test_result_and_records(questions, tmp_path):
     assert store.summary(tmp_path / "out").complete
 
 
-def test_text_does_not_depend_on_batches_or_shards(questions, tmp_path):
+def test_texts_do_not_depend_on_batches_or_shards(questions, tmp_path):
     go(questions, tmp_path / "a", batch_size=1, samples_per_prompt=3)
     go(questions, tmp_path / "b", batch_size=17, samples_per_prompt=3, format="parquet")
     parts = [go(questions, tmp_path / "c", shard=f"{i}/3", samples_per_prompt=3) for i in range(3)]
@@ -109,7 +109,7 @@ def test_repeats_cycle_through_temperatures_and_skip_greedy_copies(questions, tm
     assert len({row["seed"] for row in store.read(tmp_path / "out")}) == 19
 
 
-def test_batches_are_dense(questions, tmp_path, monkeypatch):
+def test_batches_have_little_padding(questions, tmp_path, monkeypatch):
     widths = []
 
     def spy(engine, requests):
@@ -135,7 +135,7 @@ def signals():
         signal.signal(number, handler)
 
 
-def test_a_signal_in_a_long_text_keeps_the_finished_ones(questions, tmp_path, monkeypatch, signals):
+def test_a_signal_in_a_long_text_keeps_finished_texts(questions, tmp_path, monkeypatch, signals):
     def signalled(*args):
         yield from itertools.islice(fake_stream(*args), 8)
         interrupts.handle(signal.SIGTERM)
@@ -149,7 +149,7 @@ def test_a_signal_in_a_long_text_keeps_the_finished_ones(questions, tmp_path, mo
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("budget", [None, 300])
-def test_signal_keeps_the_batch_and_resume_completes(questions, tmp_path, monkeypatch, signals, number, budget):
+def test_a_signal_keeps_the_batch_and_resume_completes(questions, tmp_path, monkeypatch, signals, number, budget):
     go(questions, tmp_path / "whole", max_response_tokens=budget)
 
     def signalled(*args, **options):
@@ -171,7 +171,7 @@ def test_signal_keeps_the_batch_and_resume_completes(questions, tmp_path, monkey
     assert result.responses == store.summary(tmp_path / "whole").responses
 
 
-def test_budget_ends_at_the_same_response_after_any_torn_write(questions, tmp_path):
+def test_a_budget_ends_at_the_same_response_after_any_torn_write(questions, tmp_path):
     go(questions, tmp_path / "whole", max_response_tokens=200, shard_size=100)
     rows = list(store.read(tmp_path / "whole"))
     lengths = [len(row["response_ids"]) for row in rows]
@@ -184,7 +184,7 @@ def test_budget_ends_at_the_same_response_after_any_torn_write(questions, tmp_pa
         assert list(store.read(tmp_path / "whole")) == rows
 
 
-def test_kill_loop_ends_with_the_undisturbed_result(questions, tmp_path):
+def test_repeated_kills_end_with_the_undisturbed_result(questions, tmp_path):
     go(questions, tmp_path / "whole", format="parquet")
     context, moments = multiprocessing.get_context("fork"), random.Random(1)
 
@@ -219,7 +219,7 @@ def test_resume_with_nothing_left_and_with_more_prompts(questions, tmp_path):
     assert more.responses == 50 and by_id(tmp_path / "out") == by_id(tmp_path / "whole")
 
 
-def test_refusals(questions, tmp_path):
+def test_incompatible_runs_are_refused(questions, tmp_path):
     go(questions, tmp_path / "out")
     with pytest.raises(UsageError, match="already"):
         go(questions, tmp_path / "out")
@@ -236,7 +236,7 @@ def test_refusals(questions, tmp_path):
             raise DataError(error.hint) from error
 
 
-def test_prompts_the_target_cannot_take_are_rejected(tmp_path):
+def test_prompts_that_do_not_fit_the_target_are_rejected(tmp_path):
     path = tmp_path / "prompts.jsonl"
     texts = ["a" * 63, "b" * 64, "forbidden", "d"]
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -251,15 +251,15 @@ def test_prompts_the_target_cannot_take_are_rejected(tmp_path):
     assert reasons[1] == "no such role"
 
 
-def test_only_prompts_that_are_too_long(tmp_path):
+def test_only_overlong_prompts_are_an_error(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "x" * 100}))
     with pytest.raises(DataError, match="none of the 1 prompts"):
         go(path, tmp_path / "out", data={"max_rejected": 1.0})
 
 
-def test_built_in_target_answers_each_prompt_as_it_would_alone(tmp_path):
-    """The whole path on the real core, in fp32: batch, ragged lengths, mixed temperatures."""
+def test_built_in_target_answers_in_a_batch_as_alone(tmp_path):
+    """The whole path with a real target in fp32: ragged batches and mixed temperatures."""
     path = tmp_path / "prompts.jsonl"
     texts = ["Tell me a joke.", "What is 2 + 3?", "List the names of all students older than 20.", "Hi"]
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -276,8 +276,8 @@ def test_built_in_target_answers_each_prompt_as_it_would_alone(tmp_path):
         assert "<|end|>" not in row["text"]
 
 
-def test_a_limit_draws_from_the_whole_file(questions, tmp_path):
-    """Files are often sorted by origin; and what a smaller limit has written is the beginning of a larger one."""
+def test_a_limit_samples_from_the_whole_file(questions, tmp_path):
+    """Files are often sorted by origin. The sample of a smaller limit is a prefix of a larger one."""
     go(questions, tmp_path / "ten", data={"limit": 10})
     ten = {row["messages"][0]["content"][:2] for row in store.read(tmp_path / "ten")}
     assert len(ten) == 10 and any(text < "25" for text in ten) and any(text >= "25" for text in ten)

@@ -1,4 +1,4 @@
-"""`distill --from-log`: what is a response in other people's files, in the target's own ids, each once."""
+"""`distill --from-log`: responses are found in many formats, tokenized as by the target, and stored once."""
 
 import json
 import os
@@ -42,19 +42,19 @@ LOGGED = {
         {"prompt": ASK["content"], "completion": SAY["content"]},
     ],
 )
-def test_one_response_in_many_forms(row):
+def test_one_response_in_many_formats(row):
     (turn,) = turns(row)
     assert turn[:3] == LoggedTurn([ASK], SAY["content"])[:3]
     assert turn.id == LoggedTurn([ASK], SAY["content"]).id
 
 
-def test_every_turn_of_the_assistant_is_a_response():
+def test_every_assistant_turn_is_a_response():
     found = turns({"messages": [{"role": "system", "content": "Be short."}, ASK, SAY, MORE, LATER]})
     assert [(len(turn.messages), turn.answer) for turn in found] == [(2, "It is 5."), (4, "8.")]
     assert found[1].messages[2:] == [SAY, MORE]
 
 
-def test_what_a_log_says_of_a_response():
+def test_finish_reason_and_temperature_are_read():
     cut = {"choices": [{"message": SAY, "finish_reason": "length"}]}
     (turn,) = turns({"request": LOGGED["request"], "response": cut})
     assert (turn.cut, turn.temperature) == (True, 0.7)
@@ -91,13 +91,13 @@ def test_what_a_log_says_of_a_response():
         ({"prompt": "x"}, "no answer from the assistant"),
     ],
 )
-def test_lines_without_a_response(row, says):
+def test_lines_without_a_response_are_refused(row, says):
     with pytest.raises(ValueError, match=says):
         turns(row)
 
 
-def test_ids_are_those_that_the_target_would_have_written(text):
-    """Behind the generation prompt, up to the token that ends a turn; a response that was cut has no such token."""
+def test_ids_are_those_the_target_would_have_written(text):
+    """From the generation prompt to the end-of-turn token; a cut response has no such token."""
     row = logs.record(LoggedTurn([ASK], "It is 5."), "math", text, {})
     assert row["prompt_ids"] == text.render([ASK])
     assert row["response_ids"][-1] in text.eos_ids and not set(row["response_ids"][:-1]) & text.eos_ids
@@ -141,7 +141,7 @@ EMPTY = "<think>\n\n</think>\n\n"
 @pytest.mark.parametrize(
     ("template", "turn", "prompt", "response"),
     [
-        # No turn of the assistant in the template, or none where the prompt ends: the answer's own ids.
+        # without an assistant turn in the template, the answer's own ids are used
         ("first", PLAIN, "What is 2 + 3?", "It is 5.<|end|>"),
         ("first", SHORT, "What is 2 + 3?", "It is"),
         ("first", INLINE, "What is 2 + 3?", INLINE.answer + "<|end|>"),
@@ -151,7 +151,7 @@ EMPTY = "<think>\n\n</think>\n\n"
         ("no end", SECOND, "And 4 + 4?\n", "8.<|end|>"),
         ("no end", SHORT, "What is 2 + 3?\n", "It is"),
         ("late end", PLAIN, "What is 2 + 3?<|end|>\n", "It is 5.<|end|>"),
-        # Thinking apart from the content goes to the template; a block that the target did not write is not taught.
+        # separate thinking is passed to the template; a think block that the target did not write is not learned
         ("block", APART, "<|assistant|>\n", INLINE.answer + "<|end|>"),
         ("block", APART._replace(cut=True), "<|assistant|>\n", INLINE.answer),
         ("block", INLINE, "<|assistant|>\n", INLINE.answer + "<|end|>"),
@@ -169,8 +169,8 @@ EMPTY = "<think>\n\n</think>\n\n"
         ("stripped, opened", INLINE, "<|assistant|>\n<think>\n", CLOSED.answer + "<|end|>"),
     ],
 )
-def test_the_response_is_what_the_target_wrote(text, monkeypatch, template, turn, prompt, response):
-    """Answers vanished ([<|end|>] alone was taught), and empty think blocks took the place of thinking."""
+def test_the_response_is_the_text_that_the_target_wrote(text, monkeypatch, template, turn, prompt, response):
+    """Answers used to vanish ([<|end|>] alone was learned), and empty think blocks replaced the thinking."""
     monkeypatch.setattr(text.tokenizer, "chat_template", TEMPLATES[template])
     row = logs.record(turn, "math", text, {})
     assert text.tokenizer.decode(row["prompt_ids"]).endswith(prompt)
@@ -190,14 +190,14 @@ def test_the_response_is_what_the_target_wrote(text, monkeypatch, template, turn
         ("opened", SECOND, "has no thinking, but the prompt of target builtin ends with an opening"),
     ],
 )
-def test_what_the_target_wrote_cannot_be_told(text, monkeypatch, template, turn, says):
+def test_ambiguous_responses_are_refused(text, monkeypatch, template, turn, says):
     monkeypatch.setattr(text.tokenizer, "chat_template", TEMPLATES[template])
     with pytest.raises(ValueError, match=says):
         logs.record(turn, "math", text, {})
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-def test_thinking_is_kept_under_any_of_its_names(name):
+def test_thinking_is_kept_under_each_of_its_names(name):
     said = SAY | {name: "2 plus 3"}
     (logged,) = turns({"request": LOGGED["request"], "response": {"choices": [{"message": said}]}})
     first, second = turns({"messages": [ASK, said, MORE, LATER]})
@@ -232,8 +232,8 @@ STOP = {"stop": ["###"]}
         ({"finish_reason": {"type": "stop"}}, {}, "has the unknown finish reason {'type': 'stop'}"),
     ],
 )
-def test_only_a_clean_stop_has_an_end_token(text, ids, choice, request_, ended):
-    """Interrupted texts, and those that a stop string ended, were taught with an end that the target did not write."""
+def test_only_a_clean_stop_gets_an_end_token(text, ids, choice, request_, ended):
+    """Interrupted texts, and texts ended by a stop string, used to be learned with a false end."""
     response = {"choices": [{"message": SAY} | choice | ({"token_ids": [7, 8, 9]} if ids else {})]}
     response |= {"prompt_token_ids": [5, 6]} if ids else {}
     row = {"request": LOGGED["request"] | request_, "response": response}
@@ -247,7 +247,7 @@ def test_only_a_clean_stop_has_an_end_token(text, ids, choice, request_, ended):
     assert kept["response_ids"] == [7, 8, 9] if ids else (kept["response_ids"][-1] in text.eos_ids) == (ended == "eos")
 
 
-def test_ids_that_end_with_an_end_token_are_not_cut(text):
+def test_ids_that_end_with_an_end_token_are_not_truncated(text):
     (turn,) = turns(served(token_ids=[7, 8, 3], finish_reason=None))
     assert logs.record(turn, "chat", text, {})["stop"] == "eos"
 
@@ -262,7 +262,7 @@ def test_ids_that_end_with_an_end_token_are_not_cut(text):
         ({"type": "abort", "message": "gone"}, "finish reason 'abort'"),
     ],
 )
-def test_sglang_says_how_a_text_ended(text, finish, stop):
+def test_the_finish_reason_of_sglang_is_read(text, finish, stop):
     about = {"finish_reason": finish, "prompt_tokens": 2, "completion_tokens": 3}
     row = {"request": {"input_ids": [5, 6]}, "response": {"output_ids": [7, 8, 9], "meta_info": about}}
     if stop.startswith("finish"):
@@ -273,7 +273,7 @@ def test_sglang_says_how_a_text_ended(text, finish, stop):
 
 
 @pytest.mark.parametrize("change", [{"token_ids": 5}, {"token_ids": "abc"}, {"prompt_token_ids": {"a": 1}}])
-def test_ids_that_are_none(change):
+def test_invalid_ids_are_refused(change):
     row = served(**change)
     del row["request"]["messages"]
     with pytest.raises(ValueError, match=r"not a list|must be a non-empty list"):
@@ -282,8 +282,10 @@ def test_ids_that_are_none(change):
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory):
-    """`endless(own, known)`: the built-in target with that end token in its tokenizer, and those ids in its
-    configuration; its template lays out no end."""
+    """Return `make(own, known)`: the built-in target with that end token in its tokenizer and those ids in its config.
+
+    Its template has no end token.
+    """
 
     def make(own, known):
         directory = tmp_path_factory.mktemp("endless")
@@ -303,20 +305,20 @@ def endless(tmp_path_factory):
     [
         (None, 3, 3),
         (None, [3, 0], 0),
-        ("<|end|>", [0, 3], 3),  # of two, the tokenizer's is the end of a turn
-        ("<|pad|>", 3, 3),  # a tokenizer's that is not the model's
+        ("<|end|>", [0, 3], 3),  # of two ids, the tokenizer's ends a turn
+        ("<|pad|>", 3, 3),  # the tokenizer's end token is not one of the model's
         ("<|end|>", None, 3),
     ],
 )
-def test_the_end_is_the_targets(endless, own, known, end):
-    """Without a tokenizer's end token, `null` was stored, and the data could not be read again."""
+def test_the_end_token_is_found_without_a_template(endless, own, known, end):
+    """Without an end token in the tokenizer, `null` used to be stored, and the data became unreadable."""
     target = endless(own, known)
     row = logs.record(LoggedTurn([ASK], "It is 5."), "math", target, {})
     assert row["response_ids"][-1] == end == target.end_id
     assert target.tokenizer.decode(row["response_ids"][:-1]) == "It is 5."
 
 
-def test_a_target_without_any_end_token(endless):
+def test_a_target_without_any_end_token_is_refused(endless):
     target = endless(None, None)
     with pytest.raises(ValueError, match=r"has no end token: target .* does not define one"):
         logs.record(LoggedTurn([ASK], "It is 5."), "math", target, {})
@@ -326,7 +328,7 @@ def test_a_target_without_any_end_token(endless):
         target.document_start()
 
 
-def test_a_template_that_changes_what_stands_before(text, monkeypatch):
+def test_a_template_that_rewrites_earlier_messages_is_handled(text, monkeypatch):
     template = text.tokenizer.chat_template
     monkeypatch.setattr(text.tokenizer, "chat_template", "{{ messages | length }}" + template)
     row = logs.record(LoggedTurn([ASK], "It is 5."), "math", text, {})
@@ -334,7 +336,7 @@ def test_a_template_that_changes_what_stands_before(text, monkeypatch):
     assert row["response_ids"] == [*own, text.tokenizer.eos_token_id]
 
 
-def test_a_response_that_is_too_long(text):
+def test_an_overlong_response_is_refused(text):
     with pytest.raises(ValueError, match="do not fit the target's context of 2048"):
         logs.record(LoggedTurn([ASK], "5 " * 3000), "math", text, {})
 
@@ -343,7 +345,7 @@ def many(count):
     return [{"prompt": f"What is {n} + 1?", "response": f"It is {n + 1}."} for n in range(count)]
 
 
-def test_a_log_becomes_data(go, tmp_path, text):
+def test_a_log_becomes_a_data_set(go, tmp_path, text):
     result = go([*many(30), *many(5), {"messages": [ASK, SAY, MORE, LATER]}])
     assert (result.domain, result.prompts, result.responses, result.rejected) == ("traffic", 32, 32, 0)
     rows = list(store.read(tmp_path / "out"))
@@ -352,9 +354,9 @@ def test_a_log_becomes_data(go, tmp_path, text):
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
-def test_what_clients_have_written_stays_its_owners_alone(go, tmp_path, format):
+def test_stored_texts_of_clients_are_private(go, tmp_path, format):
     go([*many(8), {"prompt": "my password is hunter2"}], format=format, data={"max_rejected": 1.0})
-    (tmp_path / "out").chmod(0o755)  # as one that was there before
+    (tmp_path / "out").chmod(0o755)  # as if it had existed before
     places = [path for place in ("out", "run") for path in (tmp_path / place).iterdir()]
     told = [path for path in places if b"hunter2" in path.read_bytes()]
     shards = list((tmp_path / "out").glob("shard-*"))
@@ -364,7 +366,7 @@ def test_what_clients_have_written_stays_its_owners_alone(go, tmp_path, format):
     assert (tmp_path / "other").stat().st_mode & 0o077 == 0
 
 
-def test_prompts_to_be_measured_on_are_left_out(go, tmp_path):
+def test_excluded_prompts_are_left_out(go, tmp_path):
     held = tmp_path / "test.jsonl"
     held.write_text(json.dumps({"prompt": "What is 3 + 1?"}) + "\n" + json.dumps({"messages": [ASK, SAY]}) + "\n")
     result = go([*many(10), {"messages": [ASK, SAY, MORE, LATER]}], exclude=held)
@@ -376,8 +378,8 @@ def test_prompts_to_be_measured_on_are_left_out(go, tmp_path):
         go(many(3), "other", exclude=held)
 
 
-def test_near_duplicates_of_excluded_prompts_are_left_out_but_later_turns_are_not(go, tmp_path):
-    """Two answers to one prompt are two samples; a second turn repeats all of the first, and is another prompt."""
+def test_near_duplicates_of_excluded_prompts_are_left_out_except_later_turns(go, tmp_path):
+    """Two answers to one prompt are two samples; a second turn repeats the first but is another prompt."""
     words = " ".join(f"word{n}" for n in range(60))
     asked = [{"prompt": words, "response": "One."}, {"prompt": words, "response": "Two."}]
     near = {"prompt": words + "!", "response": "Three."}
@@ -390,7 +392,7 @@ def test_near_duplicates_of_excluded_prompts_are_left_out_but_later_turns_are_no
     assert go([*asked, near, later], "all", exclude=held, filters={"near_excluded": None}).responses == 5
 
 
-def test_what_stopped_goes_on_and_more_of_a_log_is_added(go, tmp_path):
+def test_a_resumed_run_continues_with_a_longer_log(go, tmp_path):
     go(many(12), data={"limit": 5})
     assert len(list(store.read(tmp_path / "out"))) == 5
     assert go(many(12), resume=True).responses == 12
@@ -398,14 +400,14 @@ def test_what_stopped_goes_on_and_more_of_a_log_is_added(go, tmp_path):
     assert len({row["id"] for row in store.read(tmp_path / "out")}) == len(list(store.read(tmp_path / "out"))) == 20
 
 
-def test_a_mark_at_the_beginning_of_a_file_is_no_part_of_its_first_line(go, tmp_path):
+def test_byte_order_marks_are_skipped(go, tmp_path):
     rows = b"\xef\xbb\xbf" + json.dumps(many(1)[0]).encode() + b"\n"
-    (tmp_path / "bom.jsonl").write_bytes(rows * 2)  # two files, one put after the other
+    (tmp_path / "bom.jsonl").write_bytes(rows * 2)  # two concatenated files
     rejections = Rejections(None, 0.0)
     assert len(list(logs.read(str(tmp_path / "bom.jsonl"), rejections))) == 2 and rejections.count == 0
 
 
-def test_lines_that_are_none_are_told(go, tmp_path):
+def test_invalid_lines_are_counted_and_limited(go, tmp_path):
     with pytest.raises(DataError, match="2 of 12 prompts rejected") as error:
         go([*many(10), {"messages": [ASK]}, {}])
     assert '"request"' in error.value.hint
@@ -416,12 +418,12 @@ def test_lines_that_are_none_are_told(go, tmp_path):
 
 
 @pytest.mark.parametrize("fields", [{"server": {"urls": ["http://a"]}}, {"data": {"prompts": "x"}}, {"shard": "0/2"}])
-def test_what_is_about_new_responses_is_refused(fields):
+def test_options_for_new_responses_are_refused(fields):
     with pytest.raises(ValueError, match="applies to new responses"):
         DistillRecipe.model_validate({"log": "x.jsonl", **fields})
 
 
-def test_the_command_reads_a_pipe(specctl, monkeypatch):
+def test_the_command_reads_stdin(specctl, monkeypatch):
     read, write = os.pipe()
     os.write(write, "".join(json.dumps(row) + "\n" for row in many(9)).encode())
     os.close(write)
@@ -432,8 +434,8 @@ def test_the_command_reads_a_pipe(specctl, monkeypatch):
     assert done.json["responses"] == 9 and done.json["domain"] == "stdin"
 
 
-def test_the_shells_own_pipes_are_read(tmp_path):
-    """`--from-log <(zcat log.gz)` of a shell."""
+def test_process_substitution_is_read(tmp_path):
+    """`--from-log <(zcat log.gz)` in a shell."""
     read, write = os.pipe()
     os.write(write, "".join(json.dumps(row) + "\n" for row in many(9)).encode())
     os.close(write)
@@ -446,7 +448,7 @@ def test_the_shells_own_pipes_are_read(tmp_path):
 
 
 def test_data_of_any_name_can_be_trained_on(tmp_path, specctl):
-    """And a name without data is still none: negative control."""
+    """Negative control: a name without data is refused."""
     (tmp_path / "traffic.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many(9)))
     assert specctl("distill", "--from-log", "traffic.jsonl").code == 0
     plan = specctl("train-drafter", "--domain", "traffic", "--dry-run")
@@ -460,14 +462,14 @@ def served(**change):
     return {"request": {"messages": [{"role": "user", "content": "q"}], "temperature": 0.5}, "response": response}
 
 
-def test_ids_of_the_engine_are_taken_as_they_are(text):
+def test_ids_of_the_engine_are_used_unchanged(text):
     (turn,) = logs.turns(served())
     kept = logs.record(turn, "chat", text, {})
     assert (kept["prompt_ids"], kept["response_ids"], kept["temperature"]) == ([5, 6], [7, 8, 9], 0.5)
     assert kept["messages"] == [{"role": "user", "content": "q"}] and kept["stop"] == "eos"
 
 
-def test_calls_of_tools_are_learnt_from_where_there_are_ids(text):
+def test_tool_calls_are_learned_if_there_are_ids(text):
     tools = served(message={"content": None, "tool_calls": [{"id": "1"}]}, finish_reason="tool_calls")
     (turn,) = logs.turns(tools)
     kept = logs.record(turn, "chat", text, {})
@@ -479,7 +481,7 @@ def test_calls_of_tools_are_learnt_from_where_there_are_ids(text):
         logs.turns(tools)
 
 
-def test_ids_that_the_target_does_not_have_are_refused(text):
+def test_ids_outside_the_vocabulary_are_refused(text):
     (turn,) = logs.turns(served(token_ids=[7, 10**6]))
     with pytest.raises(ValueError, match="vocabulary"):
         logs.record(turn, "chat", text, {})

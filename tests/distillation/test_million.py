@@ -1,4 +1,4 @@
-"""Memory of `distill` does not grow with its prompts' texts."""
+"""Memory of `distill` does not grow with the texts of its prompts."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ def run(count):
 
 @pytest.mark.slow
 def test_a_prompt_takes_less_than_a_kilobyte():
-    """1 KB each, beside half a GB, is what lets a million fit into 1.5 GB; prompts held as objects take 4 KB."""
+    """At 1 KB each plus half a GB, a million prompts fit into 1.5 GB; prompt objects would take 4 KB."""
     few, many = run(5_000), run(25_000)
     assert many["peak_mb"] - few["peak_mb"] < 20
     assert many["responses"] == 24_750, "copies are a part of the test"

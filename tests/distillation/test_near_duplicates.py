@@ -1,4 +1,4 @@
-"""Near-duplicates: found where they are, and nothing else is."""
+"""Near-duplicates are found exactly, like in a comparison of all pairs."""
 
 import random
 
@@ -25,15 +25,15 @@ def index_of(threshold, texts):
     return index
 
 
-def test_grams_know_no_case_punctuation_or_spaces():
+def test_n_grams_ignore_case_punctuation_and_spaces():
     assert word_ngrams("The cat, the DOG -- and\nthe bird.") == word_ngrams("the cat the dog and the bird")
     assert len(word_ngrams("数据库里有多少学生")) == 5, "a script without spaces would be one word"
     assert word_ngrams("one two three four") == []
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.8, 0.9, 0.95, 1.0])
-def test_pairs_above_the_threshold_are_found_and_others_are_not(threshold):
-    """Every decision is that of a comparison of all pairs."""
+def test_exactly_the_pairs_above_the_threshold_are_found(threshold):
+    """Compared with the similarity of each pair."""
     originals = [text(seed) for seed in range(200)]
     index, above = index_of(threshold, map(" ".join, originals)), 0
     for number, words in enumerate(originals):
@@ -47,8 +47,8 @@ def test_pairs_above_the_threshold_are_found_and_others_are_not(threshold):
 
 
 @pytest.mark.parametrize("length", range(12, 40))
-def test_the_threshold_itself_is_near(length):
-    """Where the last n-grams alone differ, at every share that a text of this length can have."""
+def test_a_pair_at_the_threshold_is_found(length):
+    """For texts that differ in their last n-grams only, at every possible similarity."""
     words = text(length, length)
     index = index_of(1.0, [" ".join(words)])
     for count in range(1, length - 4):
@@ -65,13 +65,13 @@ def test_the_most_similar_text_is_named():
     assert index.find(" ".join(words)) == "2"
 
 
-def test_short_texts_are_told_apart():
-    """ "What is 3 + 1?" and "What is 3 + 2?" have no n-gram to differ in."""
+def test_short_texts_are_not_compared():
+    """Texts such as "What is 3 + 1?" and "What is 3 + 2?" have no n-grams."""
     index = index_of(0.8, ["Please tell me what is 3 and one?"])
     assert index.find("Please tell me what is 3 and one?") is None
 
 
-def test_boilerplate_hides_no_copy():
+def test_shared_boilerplate_does_not_hide_copies():
     boilerplate = " ".join(text(0, 400))
     texts = [f"{boilerplate} {' '.join(text(seed, 60))}" for seed in range(1, 200)]
     index = index_of(0.95, texts)

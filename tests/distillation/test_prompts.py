@@ -1,4 +1,4 @@
-"""Prompt files as they come: what is read, what is rejected, and how that is said."""
+"""Prompt files in many formats are read, and invalid lines are rejected with a reason."""
 
 import csv
 import functools
@@ -60,7 +60,7 @@ BAD = {
 
 
 def parse_line(*line, **options):
-    """The only prompt of a line."""
+    """Return the only prompt of a line."""
     (prompt,) = prompts_of_line(*line, **options)
     return prompt
 
@@ -75,7 +75,7 @@ def write(path, *lines: bytes):
 
 
 @pytest.mark.parametrize("line", BAD, ids=lambda line: repr(line[:40]))
-def test_each_kind_of_bad_line_is_kept_with_its_place_and_reason(line, tmp_path):
+def test_bad_lines_are_kept_with_place_and_reason(line, tmp_path):
     file, rejected = write(tmp_path / "p.jsonl", GOOD, line, GOOD), tmp_path / "rejected.jsonl"
     prompts = read_prompts(data(file, max_rejected=1.0), "sql", rejected_to=rejected)
     assert [prompt.messages[0]["content"] for prompt in prompts] == ["Which planet is the largest?"]
@@ -111,8 +111,8 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_other_formats_have_the_same_prompts(name, tmp_path):
-    """A file of plain lines, of a spreadsheet or of a data set was refused line by line."""
+def test_other_formats_give_the_same_prompts(name, tmp_path):
+    """Plain text, CSV and Parquet files used to be refused line by line."""
     FORMATS[name](tmp_path / name, [{"prompt": text, "license": None} for text in TEXTS])
     read = read_prompts(data(tmp_path / name), "sql")
     assert [prompt.messages for prompt in read] == [[{"role": "user", "content": text}] for text in TEXTS]
@@ -131,8 +131,8 @@ def test_alpaca_and_messages_in_other_formats(name, tmp_path):
     assert other.messages == [{"role": "user", "content": TEXTS[1]}]
 
 
-def test_cells_of_bytes_are_text(tmp_path):
-    """Some writers leave out that a column of strings is UTF-8."""
+def test_binary_cells_are_read_as_text(tmp_path):
+    """Some writers do not mark string columns as UTF-8."""
     pq.write_table(pa.table({"prompt": pa.array([TEXTS[1].encode()], pa.binary())}), tmp_path / "p.parquet")
     (prompt,) = read_prompts(data(tmp_path / "p.parquet"), "sql")
     assert prompt.messages == [{"role": "user", "content": TEXTS[1]}]
@@ -156,7 +156,7 @@ def test_cells_of_bytes_are_text(tmp_path):
         ("p.txt", b"\n\n", "no prompts in"),
     ],
 )
-def test_a_damaged_file_of_another_format_is_named(name, contents, said, tmp_path):
+def test_a_damaged_file_is_named(name, contents, said, tmp_path):
     (tmp_path / name).write_bytes(contents)
     with pytest.raises(DataError) as refused:
         read_prompts(data(tmp_path / name), "sql")
@@ -165,7 +165,7 @@ def test_a_damaged_file_of_another_format_is_named(name, contents, said, tmp_pat
 
 @given(st.binary(max_size=300))
 @settings(max_examples=150, deadline=None)
-def test_arbitrary_bytes_are_a_prompt_or_a_reason(line):
+def test_arbitrary_bytes_give_a_prompt_or_a_reason(line):
     try:
         assert parse_line(line, "sql").messages
     except ValueError as error:
@@ -184,7 +184,7 @@ json_values = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(["prompt", "messages", "response", "extra"]), json_values))
 @settings(max_examples=150, deadline=None)
-def test_arbitrary_objects_are_a_prompt_or_a_reason(row):
+def test_arbitrary_objects_give_a_prompt_or_a_reason(row):
     try:
         prompt = parse_line(json.dumps(row).encode(), "sql")
     except ValueError as error:
@@ -195,7 +195,7 @@ def test_arbitrary_objects_are_a_prompt_or_a_reason(row):
 
 @given(st.lists(st.sampled_from([GOOD, *[line for line in BAD if len(line) < 100], b"", b"  "]), max_size=30))
 @settings(max_examples=50, deadline=None)
-def test_every_line_is_accounted_for(tmp_path_factory, lines):
+def test_every_line_is_a_prompt_or_a_rejection(tmp_path_factory, lines):
     folder = tmp_path_factory.mktemp("corpus")
     rejections = Rejections(folder / "rejected.jsonl", 1.0)
     try:
@@ -207,7 +207,7 @@ def test_every_line_is_accounted_for(tmp_path_factory, lines):
     assert rejections.seen == sum(bool(line.strip()) for line in lines)
 
 
-def test_more_than_max_rejected_is_an_error_that_shows_the_first_reasons(tmp_path):
+def test_too_many_rejections_are_an_error_with_the_first_reasons(tmp_path):
     file = write(tmp_path / "p.jsonl", *[GOOD] * 98, b"{", b"[]")
     with pytest.raises(DataError) as caught:
         read_prompts(data(file), "sql", rejected_to=tmp_path / "rejected.jsonl")
@@ -217,9 +217,9 @@ def test_more_than_max_rejected_is_an_error_that_shows_the_first_reasons(tmp_pat
 
 
 @pytest.mark.parametrize("lines", [[GOOD, b"{"], [GOOD]])
-def test_rejections_of_an_earlier_run_stay_until_it_is_replaced(tmp_path, monkeypatch, lines):
-    """A command that is refused yet would take them away; what waits is then written as if it never had."""
-    monkeypatch.setattr(rejections_file, "HELD_BYTES", 8)  # through the disk
+def test_earlier_rejections_stay_until_they_are_replaced(tmp_path, monkeypatch, lines):
+    """A command that is refused later must not delete them; held rejections are written when it starts."""
+    monkeypatch.setattr(rejections_file, "HELD_BYTES", 8)  # buffered on disk
     kept, file = tmp_path / "rejected.jsonl", write(tmp_path / "p.jsonl", *lines)
     kept.write_text("earlier\n")
     refused = Rejections(kept, 0.0, hold=True)
@@ -239,7 +239,7 @@ def test_rejections_of_an_earlier_run_stay_until_it_is_replaced(tmp_path, monkey
     assert wheres == [f"{file}:2"] * (len(lines) - 1) + ["p:9"]
 
 
-def test_up_to_max_rejected_is_a_line_on_stderr(tmp_path, capsys):
+def test_tolerated_rejections_are_one_line_on_stderr(tmp_path, capsys):
     file = write(tmp_path / "p.jsonl", *[GOOD] * 99, b"{")
     assert len(read_prompts(data(file), "sql")) == 1
     stderr = capsys.readouterr().err
@@ -247,14 +247,14 @@ def test_up_to_max_rejected_is_a_line_on_stderr(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "."])
-def test_unreadable_file(name, tmp_path):
+def test_an_unreadable_file_is_an_error(name, tmp_path):
     with pytest.raises(DataError, match="cannot read prompts") as caught:
         read_prompts(data(tmp_path / name), "sql")
     assert '{"prompt"' in caught.value.hint
 
 
-def test_rejected_lines_are_their_owners_alone(tmp_path):
-    """They quote files that may be; and where a link was put in their place, it leads nowhere."""
+def test_the_rejections_file_is_private(tmp_path):
+    """It quotes private texts, and must not be written through a link."""
     kept = tmp_path / "rejected.jsonl"
     for hold in (False, True):
         rejections = Rejections(kept, 1.0, hold=hold)
@@ -268,13 +268,13 @@ def test_rejected_lines_are_their_owners_alone(tmp_path):
     assert not (tmp_path / "victim").exists()
 
 
-def test_what_has_no_end_is_no_file_of_prompts():
+def test_a_device_is_not_a_prompt_file():
     with pytest.raises(DataError, match="cannot read prompts from /dev/zero: a device"):
         open_prompts("/dev/zero")
 
 
-def test_a_pipe_without_a_writer_can_be_given_up(tmp_path, pipe):
-    """Opening one would wait where no signal is heard."""
+def test_waiting_for_a_pipe_can_be_interrupted(tmp_path, pipe):
+    """Opening a pipe without a writer would block signals."""
     pipe(tmp_path / "pipe")
     progress.interrupts.handle(signal.SIGTERM)
     try:
@@ -284,7 +284,7 @@ def test_a_pipe_without_a_writer_can_be_given_up(tmp_path, pipe):
         progress.interrupts.reset()
 
 
-def test_a_pipe_with_a_writer_is_read_to_its_end(tmp_path, pipe):
+def test_a_pipe_is_read_to_its_end(tmp_path, pipe):
     pipe(tmp_path / "pipe")
     writer = subprocess.Popen(["sh", "-c", "printf 'a\\nb\\n' > pipe"], cwd=tmp_path)
     with open_prompts(str(tmp_path / "pipe")) as file:
@@ -292,18 +292,18 @@ def test_a_pipe_with_a_writer_is_read_to_its_end(tmp_path, pipe):
     assert writer.wait() == 0
 
 
-def test_empty_file(tmp_path):
+def test_an_empty_file_is_an_error(tmp_path):
     with pytest.raises(DataError, match="no prompts in"):
         read_prompts(data(write(tmp_path / "p.jsonl", b"", b"")), "sql")
 
 
-def test_stdin(monkeypatch):
+def test_prompts_are_read_from_stdin(monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"\xef\xbb\xbf" + GOOD + b"\r\n")))
     (prompt,) = read_prompts(data("-"), "legal")
     assert (prompt.domain, prompt.where) == ("legal", "<stdin>:1")
 
 
-def test_a_file_for_each_domain(tmp_path):
+def test_domains_are_read_from_their_files(tmp_path):
     for domain in ("sql", "math"):
         write(tmp_path / f"{domain}.jsonl", b'{"prompt": "about %s"}' % domain.encode())
     wanted = data(tmp_path / "{domain}.jsonl", domain=["math", "sql"])
@@ -314,7 +314,7 @@ def test_a_file_for_each_domain(tmp_path):
     assert found[0].where == f"{tmp_path / 'math.jsonl'}:1"
 
 
-def test_every_missing_file_is_named_before_any_is_read(tmp_path):
+def test_every_missing_file_is_named_before_reading(tmp_path):
     write(tmp_path / "sql.jsonl", b"not looked at")
     with pytest.raises(DataError) as caught:
         read_domains(data(tmp_path / "{domain}.jsonl", domain=["sql", "math", "chat"]), Rejections(None, 0))
@@ -332,15 +332,15 @@ def test_every_missing_file_is_named_before_any_is_read(tmp_path):
         (None, "p.jsonl are a directory"),
     ],
 )
-def test_what_is_no_file_of_prompts_is_told_before_a_model_loads(content, said, tmp_path):
-    """--dry-run said that all was well; the command itself loaded its libraries and the target first."""
+def test_invalid_prompt_files_are_refused_before_a_model_loads(content, said, tmp_path):
+    """--dry-run used to accept them, and the run loaded the target first."""
     file = tmp_path / "p.jsonl"
     file.mkdir() if content is None else file.write_bytes(content)
     with pytest.raises(DataError, match=said):
         check_files(data(file))
 
 
-def test_one_prompt_among_bad_lines_is_a_file_of_prompts(tmp_path):
+def test_a_file_with_one_valid_prompt_is_accepted(tmp_path):
     check_files(data(write(tmp_path / "p.jsonl", b"{", b"[]", GOOD)))
 
 
@@ -352,21 +352,21 @@ def test_a_domain_without_prompts_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["-", "p.jsonl"])
-def test_one_source_is_one_domain(name):
+def test_one_source_for_two_domains_is_refused(name):
     with pytest.raises(UsageError, match="one domain") as caught:
         read_domains(data(name, domain=["sql", "math"]), Rejections(None, 0))
     assert "{domain}" in caught.value.hint
 
 
-def test_limit_stops_reading_stdin(monkeypatch):
-    """A stream may never end: what is behind the limit is not read."""
+def test_a_limit_stops_reading_stdin(monkeypatch):
+    """A stream may never end."""
     lines = b"".join(line + b"\n" for line in (GOOD, GOOD, b'{"prompt": "b"}', b"{"))
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
     assert [prompt.messages[0]["content"][0] for prompt in read_prompts(data("-", limit=2), "sql")] == ["W", "b"]
 
 
-def test_a_file_is_sampled(tmp_path):
-    """From all of it, whatever its order; a smaller limit is the beginning of a larger one."""
+def test_a_limit_samples_the_whole_file(tmp_path):
+    """Independently of its order; the sample of a smaller limit is a prefix of a larger one."""
     file = write(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"{n:04}"}).encode() for n in range(500)))
 
     def drawn(**options):
@@ -379,7 +379,7 @@ def test_a_file_is_sampled(tmp_path):
     assert [p.messages[0]["content"] for p in read_prompts(data(file, limit=2), "sql")] == ["0000", "0001"]
 
 
-def test_messages_and_references():
+def test_messages_and_references_are_read():
     turns = [{"role": r, "content": c} for r, c in [("system", "s"), ("user", "q"), ("assistant", "a")]]
     prompt = parse_line(json.dumps({"messages": turns, "id": 7}).encode(), "chat")
     assert prompt.messages == turns[:2] and prompt.reference == "a"
@@ -392,7 +392,7 @@ def test_ids_are_stable_across_versions():
     assert prompt_id([{"role": "user", "content": "é"}]) == "5b982d5fb9bbb395dedf893373894ed3"
 
 
-def test_ten_megabyte_lines_stay_out_of_memory(tmp_path):
+def test_overlong_lines_do_not_fill_the_memory(tmp_path):
     file = write(tmp_path / "p.jsonl", *[b'{"prompt": "' + b"x" * 10_000_000 + b'"}'] * 3, GOOD)
     tracemalloc.start()
     rejections = Rejections(None, 1.0)
@@ -412,7 +412,7 @@ def test_generator_prompts_are_distinct_and_repeatable():
     assert not {prompt.id for prompt in first} & {prompt.id for prompt in held_out}
 
 
-def test_unknown_domain_without_a_file():
+def test_an_unknown_domain_without_a_file_is_refused():
     with pytest.raises(UsageError, match="sql"):
         read_prompts(DataRecipe(), "sqll")
 
@@ -425,7 +425,7 @@ def test_unconditional_samples_have_no_prompt_and_a_seed_each():
     assert prompts == read_prompts(data, "unconditional")
 
 
-def test_a_document_opens_as_the_chat_layout_does(target):
+def test_a_document_starts_like_a_chat(target):
     opening = target.document_start()
     assert target.tokenizer.decode(opening) == "<|user|>\n"
 
@@ -441,7 +441,7 @@ def row(fields) -> bytes:
     return json.dumps(fields).encode()
 
 
-def test_a_row_of_a_suite_is_a_conversation_of_its_category():
+def test_a_suite_row_is_a_conversation_of_its_category():
     prompt = parse_line(row(MT_BENCH), "question", suite=True)
     assert (prompt.domain, prompt.later_turns) == ("writing", ("Rewrite it.",))
     assert prompt.messages == [{"role": "user", "content": "Compose a post."}]
@@ -467,13 +467,13 @@ def test_a_row_of_a_suite_is_a_conversation_of_its_category():
         ),
     ],
 )
-def test_rows_of_suites_that_are_none(fields, says):
+def test_invalid_suite_rows_are_refused(fields, says):
     with pytest.raises(ValueError, match=says):
         parse_line(row(MT_BENCH | fields), "x", suite=True)
 
 
-def test_commands_that_do_not_follow_conversations_refuse_them_by_name(tmp_path):
-    """They would train on, or measure, the first turns alone, and say nothing."""
+def test_commands_without_conversations_refuse_several_turns(tmp_path):
+    """Otherwise they would silently use the first turns alone."""
     file = write(tmp_path / "question.jsonl", row(SPEED_BENCH), row(MT_BENCH))
     with pytest.raises(DataError, match=r"question.jsonl:2: has 2 turns; only `specctl eval` supports"):
         read_prompts(data(file), "question")
@@ -481,8 +481,8 @@ def test_commands_that_do_not_follow_conversations_refuse_them_by_name(tmp_path)
     assert prompt.domain == "question", "a category that no option has named"
 
 
-def test_the_limit_of_a_suite_is_for_each_category(tmp_path):
-    """A sample of the whole file had one prompt of a category, and none of another."""
+def test_the_limit_of_a_suite_applies_per_category(tmp_path):
+    """A sample of the whole file had one prompt of some categories and missed other categories."""
     lines = [row({"category": kind, "turns": [f"{kind} {n}"]}) for kind in ("qa", "rag", "math") for n in range(40)]
     file = write(tmp_path / "question.jsonl", *lines)
     found = read_prompts(data(file, limit=3), "question", sample=True, suite=True)
@@ -491,8 +491,8 @@ def test_the_limit_of_a_suite_is_for_each_category(tmp_path):
     assert found[:3] == more[:3], "a smaller limit is no longer the beginning of a larger one"
 
 
-def test_a_data_set_that_datasets_loads(tmp_path):
-    """The test split of a configuration; a directory stands for the hub."""
+def test_a_hub_data_set_is_read(tmp_path):
+    """Its test split, with a local directory in place of the hub."""
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", row(SPEED_BENCH | {"turns": ["of the training split"]}))
     write(tmp_path / "set" / "test.jsonl", row(SPEED_BENCH), row(SPEED_BENCH | {"turns": [""]}))
@@ -514,15 +514,15 @@ def test_a_data_set_that_datasets_loads(tmp_path):
         ({"train.jsonl": [GOOD], "test.jsonl": []}, "cannot load .*corresponds to no data"),
     ],
 )
-def test_a_data_set_that_is_broken(tmp_path, files, says):
-    """It ended in an unexpected DatasetGenerationError or StopIteration, without the cause."""
+def test_a_broken_data_set_is_an_error_with_its_cause(tmp_path, files, says):
+    """It used to raise DatasetGenerationError or StopIteration without the cause."""
     for name, lines in files.items():
         (tmp_path / name).write_bytes(b"\n".join(lines))
     with pytest.raises(DataError, match=says):
         read_prompts(data(f"{HUB}{tmp_path}"), "x")
 
 
-def test_a_data_set_whose_rows_cannot_be_read(monkeypatch):
+def test_an_error_while_reading_rows_is_reported(monkeypatch):
     def rows():
         yield {"prompt": "a"}
         raise ImportError("To support decoding images, please install 'Pillow'.")
@@ -532,13 +532,13 @@ def test_a_data_set_whose_rows_cannot_be_read(monkeypatch):
         read_prompts(data(f"{HUB}x"), "x")
 
 
-def test_earlier_thinking_goes_along():
+def test_earlier_thinking_is_kept():
     turns = [{"role": r, "content": c} for r, c in [("user", "q"), ("assistant", "a"), ("user", "r")]]
     turns[1]["reasoning"] = "hm"
     (_, said, _) = parse_line(json.dumps({"messages": turns}).encode(), "chat").messages
     assert said == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
 
 
-def test_a_data_set_that_is_not_there(tmp_path):
+def test_a_missing_data_set_is_an_error(tmp_path):
     with pytest.raises(DataError, match="cannot load the data set"):
         read_prompts(data(f"{HUB}{tmp_path / 'nothing'}"), "x")

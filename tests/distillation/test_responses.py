@@ -1,4 +1,4 @@
-"""Loops, truncated texts and repeated responses: what is done with them, and that a resumed run does the same."""
+"""Filters for loops and truncated responses; their decisions survive a restart."""
 
 import json
 import random
@@ -25,8 +25,8 @@ def test_a_loop_is_found_with_its_start_and_shortest_period(period):
     assert find_loop(BEGINNING + repeated) == (len(BEGINNING), period)
 
 
-def test_what_is_no_loop():
-    """A row of a table, a list of three, a refrain in the middle: no response loses its end for them."""
+def test_repetitions_that_are_not_loops():
+    """Table rows, short lists and refrains in the middle must not cut a response."""
     noise = random.Random(0).choices(range(200, 250), k=400)
     assert find_loop(noise) is None and find_loop([]) is None and find_loop([7] * 31) is None
     assert find_loop(noise + [1, 2, 3] * 9) is None
@@ -38,7 +38,7 @@ def test_what_is_no_loop():
 @pytest.mark.parametrize(
     ("filters", "kept", "action"), [({}, 54, "cut"), ({"loops": "keep"}, 90, "keep"), ({"loops": "drop"}, None, "drop")]
 )
-def test_loops_are_cut_kept_or_dropped_and_counted_each_time(tmp_path, filters, kept, action):
+def test_loops_are_cut_kept_or_dropped_and_recorded(tmp_path, filters, kept, action):
     whole = BEGINNING + [1, 2] * 20
     rows = made(tmp_path, **filters).filter_rows([row(whole), row(whole, stop="eos", id="b")])
     lengths = {kept_row["id"]: len(kept_row["response_ids"]) for kept_row in rows}
@@ -49,15 +49,15 @@ def test_loops_are_cut_kept_or_dropped_and_counted_each_time(tmp_path, filters, 
     ]
 
 
-def test_truncated_responses_are_kept_unless_told(tmp_path):
+def test_truncated_responses_are_kept_by_default(tmp_path):
     rows = [row(BEGINNING), row(BEGINNING, stop="eos", id="b")]
     assert len(made(tmp_path).filter_rows(rows)) == 2
     assert [kept["id"] for kept in made(tmp_path, truncated="drop").filter_rows(rows)] == ["b"]
     assert decisions(tmp_path / "filtered-0of1.jsonl")["a"]["reason"] == "truncated"
 
 
-def test_a_file_of_decisions_survives_a_kill_and_other_settings(tmp_path):
-    """Half a line, as a kill leaves it, takes no decision with it; what is no longer dropped is generated again."""
+def test_the_decisions_file_survives_a_kill_and_other_settings(tmp_path):
+    """An incomplete last line loses no other decision; responses that are no longer dropped are generated again."""
     looping = [1, 2] * 40
     made(tmp_path, loops="drop").filter_rows([row(looping)])
     path = tmp_path / "filtered-0of1.jsonl"

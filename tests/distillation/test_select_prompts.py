@@ -1,4 +1,4 @@
-"""The prompts of a run: what is left out, why, and that it is the same every time."""
+"""Selecting the prompts of a run: which are left out, why, and reproducibly."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def test_each_reason_is_counted_and_listed(go, tmp_path):
     assert all(len(row["like"]) == 32 for row in listed)
 
 
-def test_the_comparison_can_be_switched_off(go, tmp_path):
+def test_the_near_duplicate_filter_can_be_disabled(go, tmp_path):
     texts = [question(1), question(1) + "!", question(2)]
     held = write(tmp_path / "test.jsonl", [question(2) + "!"])
     kept, left_out = go(write(tmp_path / "all.jsonl", texts), exclude=held)
@@ -57,8 +57,8 @@ def test_the_comparison_can_be_switched_off(go, tmp_path):
     assert len(kept) == 3 and not left_out.counts
 
 
-def test_the_limit_counts_what_is_kept(go, tmp_path):
-    """With 40 of 50 prompts excluded, a limit of 8 would have given one or two."""
+def test_the_limit_counts_kept_prompts(go, tmp_path):
+    """With 40 of 50 prompts excluded, a limit of 8 would otherwise give one or two."""
     texts = [question(seed) for seed in range(50)]
     held, file = write(tmp_path / "test.jsonl", texts[:40]), write(tmp_path / "all.jsonl", texts)
     eight, _ = go(file, exclude=held, data={"limit": 8})
@@ -66,7 +66,7 @@ def test_the_limit_counts_what_is_kept(go, tmp_path):
     assert len(eight) == 8 and eight == every[:8]
 
 
-def test_order_is_that_of_read_prompts_and_does_not_depend_on_the_file(go, tmp_path):
+def test_the_order_does_not_depend_on_the_file(go, tmp_path):
     texts = [question(seed) for seed in range(60)] + [question(seed) for seed in range(30)]
     kept, _ = go(write(tmp_path / "a.jsonl", texts))
     random.Random(0).shuffle(texts)
@@ -84,7 +84,7 @@ def test_several_domains_share_their_filters(go, tmp_path):
     assert len(kept) == 3 and left_out.counts == {REPEATED: 2}
 
 
-def test_nothing_left_says_why(go, tmp_path):
+def test_leaving_out_all_prompts_is_an_error(go, tmp_path):
     file = write(tmp_path / "all.jsonl", [question(1)])
     with pytest.raises(DataError, match="all 1 prompts of sql are left out") as error:
         go(file, exclude=file)

@@ -1,4 +1,4 @@
-"""`distill --server`: every prompt is answered once, whatever becomes of servers, requests and this process."""
+"""`distill --server` answers every prompt once, despite failing servers, requests and processes."""
 
 import json
 import multiprocessing
@@ -43,7 +43,7 @@ def go(questions, output, engine, text, **fields):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_what_is_kept_is_what_the_engine_wrote(questions, tmp_path, text, kind):
+def test_stored_texts_are_those_of_the_engine(questions, tmp_path, text, kind):
     with FakeEngine(text.tokenizer, kind) as engine:
         result = go(questions, tmp_path / "out", engine, text, server={"urls": [engine.locked]})
         assert holding(tmp_path, "HUSH") == [], "passwords of addresses are kept nowhere"
@@ -58,8 +58,8 @@ def test_what_is_kept_is_what_the_engine_wrote(questions, tmp_path, text, kind):
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["engine"] == [kind]
 
 
-def test_requests_that_fail_change_nothing(questions, tmp_path, text):
-    """A fifth of them, in five ways; the negative control is the number of requests."""
+def test_failing_requests_change_nothing(questions, tmp_path, text):
+    """A fifth of the requests fail, in five ways; the number of requests is the negative control."""
     with FakeEngine(text.tokenizer) as engine:
         go(questions, tmp_path / "whole", engine, text)
     with FakeEngine(text.tokenizer, faults=lambda n: FAULTS[n // 5 % len(FAULTS)] if n % 5 == 0 else None) as engine:
@@ -69,7 +69,7 @@ def test_requests_that_fail_change_nothing(questions, tmp_path, text):
 
 
 @pytest.mark.slow
-def test_killed_at_twenty_moments(questions, tmp_path, text):
+def test_killed_runs_resume_to_the_undisturbed_result(questions, tmp_path, text):
     context, moments = multiprocessing.get_context("fork"), random.Random(3)
     with FakeEngine(text.tokenizer, seconds=0.02) as engine:
         go(questions, tmp_path / "whole", engine, text)
@@ -88,7 +88,7 @@ def test_killed_at_twenty_moments(questions, tmp_path, text):
     assert max(Counter(row["id"] for row in store.read(tmp_path / "out")).values()) == 1
 
 
-def test_a_signal_keeps_what_came_and_resume_completes(questions, tmp_path, text):
+def test_a_signal_keeps_received_answers_and_resume_completes(questions, tmp_path, text):
     before = signal.getsignal(signal.SIGTERM)
     try:
         interrupts.remember_signals()
@@ -102,14 +102,14 @@ def test_a_signal_keeps_what_came_and_resume_completes(questions, tmp_path, text
             assert 12 <= len(stored) < COUNT
             engine.faults = lambda number: None
             assert go(questions, tmp_path / "out", engine, text, resume=True).responses == COUNT
-            # Not the number of requests: the server may count a request of the interrupted run late.
+            # the server may count a request of the interrupted run late
             assert {engine.asked[prompt] for prompt in stored} == {1}
     finally:
         interrupts.reset()
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_server_that_goes_on_failing_loses_nothing(questions, tmp_path, text):
+def test_a_permanently_failing_server_loses_nothing(questions, tmp_path, text):
     with FakeEngine(text.tokenizer) as engine:
         engine.faults = lambda number: "error" if number > 25 else None
         with pytest.raises(EngineError, match="status 500"):
@@ -119,7 +119,7 @@ def test_a_server_that_goes_on_failing_loses_nothing(questions, tmp_path, text):
         assert go(questions, tmp_path / "out", engine, text, resume=True).responses == COUNT
 
 
-def test_prompts_that_the_engine_refuses_are_rejected_with_its_reason(questions, tmp_path, text):
+def test_prompts_refused_by_the_engine_are_rejected_with_its_reason(questions, tmp_path, text):
     with FakeEngine(text.tokenizer) as engine:
         engine.faults = lambda number: "refused" if number == 3 else None
         result = go(questions, tmp_path / "out", engine, text, data={"max_rejected": 0.05})
@@ -132,7 +132,7 @@ def test_prompts_that_the_engine_refuses_are_rejected_with_its_reason(questions,
 
 
 def test_a_budget_ends_at_the_same_response(questions, tmp_path, text):
-    """In the order of the plan, not in that of the answers."""
+    """In the order of the plan, independent of the order of answers."""
     with FakeEngine(text.tokenizer) as engine:
         engine.faults = lambda number: "slow" if number in (2, 9) else None
         go(questions, tmp_path / "one", engine, text, max_response_tokens=150)
@@ -141,7 +141,7 @@ def test_a_budget_ends_at_the_same_response(questions, tmp_path, text):
     assert list(store.read(tmp_path / "one")) == list(store.read(tmp_path / "two"))
 
 
-def test_another_engine_does_not_go_on_with_the_data(questions, tmp_path, text):
+def test_resuming_with_another_engine_is_refused(questions, tmp_path, text):
     with FakeEngine(text.tokenizer) as engine, FakeEngine(text.tokenizer, "sglang") as other:
         go(questions, tmp_path / "out", engine, text)
         with pytest.raises(DataError, match="engine was"):
@@ -149,7 +149,7 @@ def test_another_engine_does_not_go_on_with_the_data(questions, tmp_path, text):
 
 
 class TestCommand:
-    def test_data_of_a_server_as_json(self, questions, tmp_path, text, specctl):
+    def test_served_data_is_reported_as_json(self, questions, tmp_path, text, specctl):
         with FakeEngine(text.tokenizer) as engine:
             where = ["--prompts", str(questions), "--output-dir", str(tmp_path / "out"), "--server", f"{engine.url}/v1"]
             started = time.monotonic()
@@ -165,7 +165,7 @@ class TestCommand:
             (lambda engine: setattr(engine, "tokenizer", Letters()), 4, "different tokenizer"),
         ],
     )
-    def test_a_server_that_will_not_do(self, questions, tmp_path, text, specctl, change, code, says):
+    def test_an_unsuitable_server_is_refused(self, questions, tmp_path, text, specctl, change, code, says):
         with FakeEngine(text.tokenizer) as engine:
             change(engine)
             where = ["--prompts", str(questions), "--output-dir", str(tmp_path / "out")]
@@ -173,7 +173,7 @@ class TestCommand:
         assert done.code == code and says in done.err and "Traceback" not in done.err
         assert not list((tmp_path / "out").glob("shard*"))
 
-    def test_a_plan_asks_nobody(self, questions, specctl):
+    def test_a_plan_sends_no_requests(self, questions, specctl):
         address = "http://user:geheim@127.0.0.1:9"
         done = specctl("distill", "--prompts", str(questions), "--server", address, "--dry-run")
         assert done.code == 0 and "from http://user:***@127.0.0.1:9" in done.out.replace("\n", " "), done.err

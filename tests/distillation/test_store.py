@@ -1,4 +1,4 @@
-"""Nothing lost, nothing twice: shards under kills, torn writes, second writers and flipped bytes."""
+"""Stored responses are never lost or repeated: kills, torn writes, second writers and flipped bytes."""
 
 import json
 import multiprocessing
@@ -45,7 +45,7 @@ def written_as(resume=False, overwrite=False, shard_size=6, **layout):
 
 
 def fill(directory, rows=ROWS, batch=4, **options) -> None:
-    """What `distill` does: skip what is done, append batch by batch, complete."""
+    """Write rows like `distill`: skip finished rows, append in batches, complete."""
     with ShardWriter(directory, META, **written_as(**options)) as writer:
         pending = [row for row in rows if row["id"] not in writer.done]
         for start in range(0, len(pending), batch):
@@ -63,7 +63,7 @@ def by_id(directory) -> list[shards.Record]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_round_trip_and_counts(tmp_path, format):
+def test_records_survive_writing_and_reading(tmp_path, format):
     fill(tmp_path, format=format)
     assert list(store.read(tmp_path)) == ROWS
     found = store.summary(tmp_path)
@@ -73,8 +73,8 @@ def test_round_trip_and_counts(tmp_path, format):
     assert not list(tmp_path.glob("*.lock"))
 
 
-def test_a_shard_that_has_become_a_link_is_not_written(tmp_path):
-    """Whoever may write to the directory could else have responses appended to any file of the writer's user."""
+def test_a_shard_replaced_by_a_link_is_not_written(tmp_path):
+    """Otherwise anyone with write access to the directory could redirect responses to another file."""
     place = tmp_path / "store"
     leave_open(place, ROWS[:2])
     with ShardWriter(place, META, **written_as(resume=True)) as writer:
@@ -88,7 +88,7 @@ def test_a_shard_that_has_become_a_link_is_not_written(tmp_path):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_datasets_reads_the_shards(tmp_path, format):
+def test_datasets_can_read_the_shards(tmp_path, format):
     from datasets import load_dataset
 
     fill(tmp_path, format=format)
@@ -100,8 +100,8 @@ def test_datasets_reads_the_shards(tmp_path, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_kill_minus_nine_loses_and_repeats_nothing(tmp_path, format):
-    """Writers killed at random moments, then one that may finish. A repeat or a loss breaks the equality."""
+def test_kills_lose_and_repeat_nothing(tmp_path, format):
+    """Writers are killed at random moments, then one finishes."""
     rows, delays, context = [row(i) for i in range(150)], random.Random(0), multiprocessing.get_context("fork")
     options = {"rows": rows, "batch": 2, "format": format, "resume": True}
     started = time.perf_counter()
@@ -122,10 +122,10 @@ def test_kill_minus_nine_loses_and_repeats_nothing(tmp_path, format):
             assert by_id(directory) == rows
             assert store.summary(directory).complete
             assert {path.suffix for path in shards.files(directory, "shard")} == {f".{format}"}
-    assert killed  # else this test showed nothing; how many are in time is the machine's business
+    assert killed  # negative control; the number of kills depends on the machine
 
 
-def test_open_shard_torn_at_any_byte(tmp_path):
+def test_an_open_shard_torn_at_any_byte_is_resumed(tmp_path):
     """A power cut may leave any prefix of the last write."""
     leave_open(tmp_path, ROWS[:3])
     (path,) = shards.files(tmp_path, "shard")
@@ -140,7 +140,7 @@ def test_open_shard_torn_at_any_byte(tmp_path):
             file.unlink()
 
 
-def test_death_between_parquet_and_manifest(tmp_path):
+def test_a_kill_between_parquet_and_manifest_keeps_one_copy(tmp_path):
     """The original is deleted last, so every order of events leaves one valid copy."""
     fill(tmp_path / "a", ROWS[:6], format="parquet")
     leave_open(tmp_path / "b", ROWS[:5])
@@ -155,7 +155,7 @@ def test_death_between_parquet_and_manifest(tmp_path):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_lost_manifest_is_rebuilt(tmp_path, format):
+def test_a_lost_manifest_is_rebuilt(tmp_path, format):
     fill(tmp_path, format=format)
     (tmp_path / "manifest-0of1.json").unlink()
     fill(tmp_path, format=format, resume=True)
@@ -164,7 +164,7 @@ def test_lost_manifest_is_rebuilt(tmp_path, format):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("damage", ["flip", "truncate", "append"])
-def test_damaged_sealed_shard_is_named_and_can_be_regenerated(tmp_path, format, damage):
+def test_a_damaged_sealed_shard_is_named_and_can_be_regenerated(tmp_path, format, damage):
     fill(tmp_path, format=format)
     path = shards.files(tmp_path, "shard")[2]
     content = bytearray(path.read_bytes())
@@ -184,15 +184,15 @@ def test_damaged_sealed_shard_is_named_and_can_be_regenerated(tmp_path, format, 
 
 @pytest.mark.parametrize("ids", [[None], ["1"], [1.0], [True], [-1], [2**31], [[1]]])
 @pytest.mark.parametrize("name", ["prompt_ids", "response_ids"])
-def test_what_is_no_token_is_named(tmp_path, name, ids):
-    """Whatever the file: a shard that no manifest vouches for is read, too."""
+def test_values_that_are_not_tokens_are_named(tmp_path, name, ids):
+    """Also in a shard without a manifest."""
     leave_open(tmp_path, [ROWS[0], {**ROWS[1], name: ids}])
     with pytest.raises(DataError, match=rf"shard-0of1-00000\.jsonl:2: `{name}` contains values that are not token"):
         list(store.read(tmp_path))
 
 
 @pytest.mark.parametrize("rows", [[{"a": 1}], [{**ROWS[0], "response_ids": ["a"]}], [{**ROWS[0], "prompt_ids": []}]])
-def test_parquet_of_somebody_else_is_named(tmp_path, rows):
+def test_foreign_parquet_files_are_named(tmp_path, rows):
     path = tmp_path / "shard-0of1-00000.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     with pytest.raises(DataError, match=str(path)):
@@ -200,7 +200,7 @@ def test_parquet_of_somebody_else_is_named(tmp_path, rows):
 
 
 @pytest.mark.parametrize("line", [b"{}", b"[]", b"nonsense", b'{"id": 3}', b"\xff"])
-def test_garbled_line_in_an_open_shard_is_named(tmp_path, line):
+def test_a_garbled_line_in_an_open_shard_is_named(tmp_path, line):
     leave_open(tmp_path, ROWS[:2])
     (path,) = shards.files(tmp_path, "shard")
     path.write_bytes(path.read_bytes() + line + b"\n")
@@ -218,7 +218,7 @@ def test_garbled_line_in_an_open_shard_is_named(tmp_path, line):
         '{"complete": true, "shards": [{"file": "../x", "records": 1, "tokens": 1, "sha256": ""}]}',
     ],
 )
-def test_damaged_manifest_is_named(tmp_path, text):
+def test_a_damaged_manifest_is_named(tmp_path, text):
     fill(tmp_path)
     (tmp_path / "manifest-0of1.json").write_text(text)
     for attempt in (
@@ -230,8 +230,8 @@ def test_damaged_manifest_is_named(tmp_path, text):
             attempt()
 
 
-def test_the_end_of_one_writer_of_very_many_is_not_the_end(tmp_path):
-    """Found without a list of them all: a file's name can speak of any number."""
+def test_a_manifest_of_one_of_many_writers_does_not_complete_the_data(tmp_path):
+    """Checked without a list of all writers, because a file name can claim any number."""
     fill(tmp_path)
     (tmp_path / "manifest-0of99999999999.json").write_text('{"complete": true, "shards": []}')
     (tmp_path / "manifest-0of1.json").unlink()
@@ -262,8 +262,8 @@ def test_other_settings_are_refused_by_name(tmp_path):
         pass
 
 
-def test_other_weights_of_the_target_are_refused(tmp_path):
-    """Replaced under the same path. Data of before the digests is gone on with: it says nothing of weights."""
+def test_changed_target_weights_are_refused(tmp_path):
+    """Even under the same path. Data written before weights had digests can be continued."""
     of = {name: {**META, "target": META["target"] | {"weights": name}} for name in ("ab", "cd")}
     with ShardWriter(tmp_path / "new", of["ab"]) as writer:
         writer.append(ROWS[:2])
@@ -274,7 +274,7 @@ def test_other_weights_of_the_target_are_refused(tmp_path):
         assert len(writer.done) == 10
 
 
-def test_jobs_of_an_array_share_a_directory(tmp_path):
+def test_array_jobs_share_a_directory(tmp_path):
     parts = {i: [record for record in ROWS if int(record["id"], 16) % 3 == i] for i in range(3)}
     for i in (0, 2):
         fill(tmp_path, parts[i], writer=(i, 3))
@@ -282,13 +282,13 @@ def test_jobs_of_an_array_share_a_directory(tmp_path):
     with pytest.raises(UsageError):
         fill(tmp_path, writer=(0, 1))
     leave_open(tmp_path, parts[1][:2], writer=(1, 3))
-    fill(tmp_path, writer=(0, 1), resume=True)  # one job picks up what the array left
+    fill(tmp_path, writer=(0, 1), resume=True)  # one job completes the data of the array
     assert by_id(tmp_path) == ROWS
     assert store.summary(tmp_path).complete
 
 
-def test_overwriting_beside_other_jobs_needs_their_settings(tmp_path):
-    """Refused only after its own shards were gone, it would have destroyed what it may not replace."""
+def test_overwriting_a_part_needs_the_settings_of_the_other_parts(tmp_path):
+    """The refusal must come before its own shards are deleted."""
     for writer in ((0, 2), (1, 2)):
         fill(tmp_path, writer=writer)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -303,13 +303,13 @@ def hold(directory, ready, leave):
         leave.wait()
 
 
-def test_two_writers_exactly_one_proceeds(tmp_path):
+def test_a_second_writer_is_refused(tmp_path):
     context = multiprocessing.get_context("fork")
     ready, leave = context.Event(), context.Event()
     first = context.Process(target=hold, args=(tmp_path, ready, leave))
     first.start()
     assert ready.wait(20)
-    for writer in [(0, 1), (0, 2)]:  # the same shard, and one of a split that overlaps with it
+    for writer in [(0, 1), (0, 2)]:  # the same shard, and an overlapping split
         with pytest.raises(UsageError, match=f"being written by process {first.pid} on {socket.gethostname()}"):
             ShardWriter(tmp_path, META, ShardLayout(writer), resume=True)
     leave.set()
@@ -318,7 +318,7 @@ def test_two_writers_exactly_one_proceeds(tmp_path):
     fill(tmp_path)
 
 
-def test_the_lock_of_a_dead_process_keeps_nobody_out(tmp_path, monkeypatch, capsys):
+def test_the_lock_of_a_dead_process_does_not_block(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lock, "BEAT", 0.01)
     path = tmp_path / "writer-0of1.lock"
     path.write_text(json.dumps({"host": "pod-7f9c", "pid": os.getpid(), "time": "2026-01-01"}))
@@ -327,7 +327,7 @@ def test_the_lock_of_a_dead_process_keeps_nobody_out(tmp_path, monkeypatch, caps
     assert not path.exists()
 
 
-def test_full_disk_keeps_what_was_written(tmp_path):
+def test_a_full_disk_keeps_written_records(tmp_path):
     leave_open(tmp_path, ROWS[:4], shard_size=100)
     size = shards.files(tmp_path, "shard")[0].stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -344,14 +344,14 @@ def test_full_disk_keeps_what_was_written(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_read_only_directory(tmp_path):
+def test_a_read_only_directory_is_an_error(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(SpecctlError, match="cannot write"):
         fill(tmp_path)
     tmp_path.chmod(0o700)
 
 
-def test_nothing_there(tmp_path):
+def test_a_directory_without_data_is_an_error(tmp_path):
     assert not store.exists(tmp_path / "absent")
     for ask in (store.read, store.summary):
         with pytest.raises(DataError, match="no distilled data") as caught:

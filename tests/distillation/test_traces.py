@@ -1,4 +1,4 @@
-"""Traces of agents: tools, tool calls and text parts in prompt files and logs, through the target's chat template."""
+"""Agent traces in prompt files and logs: tools, tool calls and text parts go through the target's chat template."""
 
 import json
 from copy import deepcopy
@@ -16,7 +16,7 @@ from specctl.recipe import DataRecipe
 from tests.toys.agent_traces import LAYOUTS, hermes, logged, openai, parts, trace, turn_count, with_strings
 from tests.toys.tool_templates import CHATML, HERMES, PARTS
 
-WIDE = 1 << 20  # context of the tests that compare ids of long traces
+WIDE = 1 << 20  # a context for comparing ids of long traces
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +26,22 @@ def loaded():
 
 @pytest.fixture
 def text(loaded, monkeypatch):
-    """The text side of the built-in target, with a template for tools and room for long traces."""
+    """The built-in target's text side, with a tool template and a large context."""
     monkeypatch.setattr(loaded.tokenizer, "chat_template", HERMES)
     monkeypatch.setattr(loaded, "context_length", WIDE)
     return loaded
 
 
 def reference(target, messages, tools, **options):
-    """Ids of `transformers` itself."""
+    """Return the ids that `transformers` computes."""
     return target.tokenizer.apply_chat_template(
         messages, tools=tools, add_generation_prompt=True, return_dict=True, **options
     )["input_ids"]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_ids_of_a_trace_are_those_of_its_template(text, seed):
-    """Tools, calls and results were dropped, so the drafter learned from a prompt that no target gets."""
+def test_ids_of_a_trace_equal_its_chat_template(text, seed):
+    """Tools, calls and results used to be dropped, so a drafter learned prompts that no target gets."""
     messages, tools = trace(seed)
     row = {"messages": [with_strings(message) for message in messages], "tools": tools}
     prompts = prompts_of_row(row, "agent", "f:1")
@@ -61,8 +61,8 @@ def test_ids_of_a_trace_are_those_of_its_template(text, seed):
             assert f'"name": "{call["function"]["name"]}"' in record["text"]
 
 
-def test_text_before_a_call_is_not_the_whole_response(text):
-    """The end of a response was searched for from its text alone, which cut the calls off."""
+def test_a_response_includes_the_calls_after_its_text(text):
+    """The end of a response used to be searched by its text alone, which cut off the calls."""
     call = {"type": "function", "function": {"name": "look", "arguments": '{"at": "é"}'}}
     said = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
     (turn,) = logs.turns({"messages": [{"role": "user", "content": "q"}, said]})
@@ -76,7 +76,7 @@ def test_text_before_a_call_is_not_the_whole_response(text):
 
 @pytest.mark.parametrize("count", [44, pytest.param(500, marks=pytest.mark.slow)])
 def test_no_turn_of_public_layouts_is_lost(text, count):
-    """Whole data sets were refused, or gave only their last turn."""
+    """Whole data sets used to be refused, or gave only their last turn."""
     lost = []
     for seed in range(count):
         layout = LAYOUTS[seed % len(LAYOUTS)]
@@ -91,8 +91,8 @@ def test_no_turn_of_public_layouts_is_lost(text, count):
     assert not lost
 
 
-def test_a_plain_chat_stays_one_prompt():
-    """Its earlier turns are context, and its last turn the reference, as before traces were read."""
+def test_a_plain_chat_is_one_prompt():
+    """Earlier turns are context, and the last turn is the reference."""
     chat = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")]
     (prompt,) = prompts_of_row({"messages": chat}, "chat")
     assert prompt.messages == chat[:3] and prompt.reference == "a" and prompt.first_turn_id is None
@@ -100,8 +100,8 @@ def test_a_plain_chat_stays_one_prompt():
     assert prompt.tools
 
 
-def test_tools_written_in_the_text_are_not_rendered_again(text):
-    """Hermes' rows have their tools in the system prompt and in a column."""
+def test_tools_in_the_system_prompt_are_not_rendered_again(text):
+    """Hermes rows have their tools in the system prompt and in a column."""
     row = hermes(3)
     shown = text.tokenizer.decode(text.render(prompts_of_row(row, "a")[0].messages))
     assert prompts_of_row(row, "a")[0].tools is None and shown.count("<tools>") == 1
@@ -110,8 +110,8 @@ def test_tools_written_in_the_text_are_not_rendered_again(text):
 @pytest.mark.parametrize(
     ("template", "shown"), [(HERMES, "a  b\n and more<|end|>"), (PARTS, "[a  b][and more]<|end|>")]
 )
-def test_text_parts_reach_the_template_as_it_takes_them(text, template, shown):
-    """A list in a template for text was printed as Python's code; a joined text loses the template's own marks."""
+def test_text_parts_are_passed_in_the_form_the_template_takes(text, template, shown):
+    """A text template would print a list as Python code, and a list template needs the single parts."""
     text.tokenizer.chat_template = template
     listed = [{"type": "text", "text": part} for part in ("a  b\n", " and more")]
     messages = checked_messages([{"role": "user", "content": listed}])
@@ -121,8 +121,8 @@ def test_text_parts_reach_the_template_as_it_takes_them(text, template, shown):
     assert single["content"] == "a  b\n"
 
 
-def test_options_of_a_row_go_over_those_of_the_recipe(text):
-    """A mixture of thinking modes in one data set."""
+def test_template_options_of_a_row_override_the_recipe(text):
+    """For example thinking modes that vary within a data set."""
     text.tokenizer.chat_template = HERMES + "{{ mode }}{{ other }}"
     row = {"prompt": "q", "chat_template_kwargs": {"mode": "fast"}}
     (prompt,) = prompts_of_row(row, "a")
@@ -133,8 +133,8 @@ def test_options_of_a_row_go_over_those_of_the_recipe(text):
     assert logs.record(turn, "a", text, {"mode": "slow"})["chat_template_kwargs"] == {"mode": "fast"}
 
 
-def test_what_a_template_cannot_show_is_told(text, capsys):
-    """SmolLM2's template takes no tools: they vanished without a word."""
+def test_content_that_a_template_drops_is_reported(text, capsys):
+    """SmolLM2's template has no tools, which used to vanish silently."""
     text.tokenizer.chat_template = CHATML
     rejections = Rejections(None, 1.0)
     for number in range(3):
@@ -153,8 +153,8 @@ def test_what_a_template_cannot_show_is_told(text, capsys):
 
 
 @pytest.mark.parametrize("escaped", ["message.content", "message.content | tojson"])
-def test_results_of_tools_may_be_rendered_as_json(text, escaped):
-    """Llama 3.1's template does so: rows with quotes in a result would be refused."""
+def test_tool_results_may_be_rendered_as_json(text, escaped):
+    """Llama 3.1's template does this; rows with quotes in a result used to be refused."""
     text.tokenizer.chat_template = HERMES.replace("'\\n<tool_response>\\n' + message.content", f"({escaped})")
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
     result = {"role": "tool", "content": 'two\nlines "é" \\ end'}
@@ -185,7 +185,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_fault_of_a_message_is_named(name):
+def test_a_fault_in_a_message_is_named(name):
     message, reason = BAD[name]
     with pytest.raises(ValueError, match=reason):
         checked_messages([message])
@@ -193,8 +193,8 @@ def test_a_fault_of_a_message_is_named(name):
         checked_messages([{"role": "user", "content": "q"}, message])
 
 
-def test_tools_and_arguments_of_templates_that_are_wrong():
-    """A row could choose the template itself, or hand tools over that no template can read."""
+def test_invalid_tools_and_template_options_are_refused():
+    """A row must not choose the template, or pass tools that templates cannot read."""
     for value, reason in (
         ("{", "`tools`: not JSON"),
         ({"a": 1}, "must be a list"),
@@ -217,7 +217,7 @@ STRANGE += ['{"a": ', "NaN", [{"type": "image_url"}], "x" * 100_000, 10**30, {"r
 
 
 def places(value, path=()):
-    """Paths of all values inside a nested value."""
+    """Yield the paths of all values inside a nested value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in inner:
         yield (*path, key)
@@ -225,7 +225,7 @@ def places(value, path=()):
 
 
 def mutated(seed):
-    """A trace with one to three values replaced, removed or doubled."""
+    """Return a trace with one to three values replaced, removed or doubled."""
     draw = Random(seed)
     row = json.loads(json.dumps(LAYOUTS[seed % len(LAYOUTS)](seed)))
     for _ in range(draw.randint(1, 3)):
@@ -244,8 +244,8 @@ def mutated(seed):
 
 
 @pytest.mark.parametrize("count", [66, pytest.param(1000, marks=pytest.mark.slow)])
-def test_broken_traces_are_refused_with_their_place_and_reason(text, tmp_path, count):
-    """One broken row was a traceback. Rows that stay usable are used: negative control."""
+def test_broken_traces_are_rejected_with_place_and_reason(text, tmp_path, count):
+    """Negative control: rows that stay valid are used."""
     file, rejected = tmp_path / "traces.jsonl", tmp_path / "rejected.jsonl"
     file.write_text("".join(json.dumps(mutated(seed)) + "\n" for seed in range(count)))
     for reader in ("prompts", "log"):
@@ -272,7 +272,7 @@ def test_broken_traces_are_refused_with_their_place_and_reason(text, tmp_path, c
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_stored_records_keep_tools_and_calls(go, tmp_path, format):
-    """Parquet had two columns for a message, and lost everything else, thinking included."""
+    """Parquet used to keep two columns of a message, without thinking."""
     rows = [layout(seed) for seed, layout in enumerate((openai, parts, openai))]
     thoughts = {"role": "assistant", "content": "5", "reasoning_content": "2 + 3"}
     later = {"role": "user", "content": "And?"}
@@ -294,8 +294,8 @@ def test_stored_records_keep_tools_and_calls(go, tmp_path, format):
     assert row["chat_template_kwargs"] == {"mode": {"deep": [1, None]}}
 
 
-def test_late_turns_that_do_not_fit_are_no_rejections(go, tmp_path, text):
-    """The ends of long traces exceed the context: more than 1 % of the lines, which ended the command."""
+def test_late_turns_that_do_not_fit_are_not_rejections(go, tmp_path, text):
+    """The ends of long traces exceed the context; counted as rejections they would end the command."""
     text.context_length = 2048
     rows = []
     for seed in range(3):
@@ -309,8 +309,8 @@ def test_late_turns_that_do_not_fit_are_no_rejections(go, tmp_path, text):
     assert all("do not fit the target's context of 2048" in line for line in lines) and len(lines) == 3
 
 
-def test_forms_that_templates_expect_besides_an_object(text):
-    """DeepSeek's templates join arguments as text, and fail on a message without content."""
+def test_templates_may_need_arguments_as_text_and_empty_content(text):
+    """DeepSeek's templates concatenate arguments and content."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"a": "é"}}]}
     asked = checked_messages([{"role": "user", "content": "q"}, call, {"role": "tool", "content": "x"}])
     text.tokenizer.chat_template = HERMES.replace("call.arguments | tojson", "call.arguments + ''")
@@ -320,9 +320,11 @@ def test_forms_that_templates_expect_besides_an_object(text):
 
 
 @pytest.mark.parametrize("mark", ["<think>\n\n</think>\n\n", "\n"])
-def test_calls_are_found_where_the_prompt_ends_otherwise(text, mark):
-    """Qwen3.5's prompt without thinking ends with an empty think block, which the rendered turn lacks; and a token may
-    lie on both sides of the prompt's end."""
+def test_calls_are_found_after_a_prompt_that_the_turn_does_not_repeat(text, mark):
+    """Qwen3.5's prompt without thinking ends with an empty think block that the rendered turn lacks.
+
+    A token may also cross the end of the prompt.
+    """
     prompt, turn = "{{- '<|im_start|>assistant\\n' }}{%- endif %}\n", "{{- '\\n' + message.content }}"
     assert HERMES.count(turn) == 1 and HERMES.endswith(prompt)
     opened = "{{- " + json.dumps("<|im_start|>assistant\n" + mark) + " }}{%- endif %}"
