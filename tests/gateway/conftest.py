@@ -1,4 +1,4 @@
-"""A gateway in this process: its application for an ASGI client, and the application on a real socket."""
+"""A gateway in this process: its application for an ASGI client, or on a real socket."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ PATIENCE_S = 60
 
 
 class Gateway:
-    """The application of an engine of its own, and a client that needs no socket."""
+    """The application of its own engine, with a client that needs no socket."""
 
     def __init__(self, engine, drafter, limits, key, waiting):
         self.meter = Meter("toy")
@@ -36,7 +36,7 @@ class Gateway:
         return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://toy")
 
     def ask(self, path, *bodies, **options):
-        """Responses to all bodies, which are sent at once."""
+        """Send all bodies at once and return the responses."""
 
         async def work():
             async with self.client() as http:
@@ -55,7 +55,7 @@ def lookup(target):
 
 @pytest.fixture
 def make_gateway(target):
-    """`make_gateway(controller)` → Gateway; its thread ends with the test."""
+    """Return `make(controller)`, which gives a Gateway; its thread ends with the test."""
     made = []
 
     def make(controller=None, drafter="plain", slots=8, limits=None, key=None, waiting=256):
@@ -70,7 +70,7 @@ def make_gateway(target):
 
 @contextmanager
 def served(app):
-    """The address of an application on a socket of the loopback."""
+    """Serve an application on a loopback socket and yield its address."""
     with server.listening("127.0.0.1:0") as (place, address):
         http = server.make_server(app)
         thread = threading.Thread(target=http.run, args=([place],), daemon=True)
@@ -84,7 +84,7 @@ def served(app):
 
 
 def wait_for(condition):
-    """Wait until something holds; the test fails if it never does."""
+    """Wait until a condition holds, or fail."""
     until = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < until, "it never came true"
@@ -92,5 +92,5 @@ def wait_for(condition):
 
 
 def chat(text="List the names of all students.", **fields):
-    """Body of a chat."""
+    """Return the body of a chat request."""
     return {"model": "toy", "messages": [{"role": "user", "content": text}], "max_tokens": 24, **fields}

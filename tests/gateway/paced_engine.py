@@ -1,7 +1,7 @@
-"""A process that answers as vLLM does, with tokens at a steady pace: `python paced_engine.py PORT TOKENS_PER_S`.
+"""A fake vLLM process that emits tokens at a steady pace: `python paced_engine.py PORT TOKENS_PER_S`.
 
-It imports the standard library alone, so that it starts at once after it was killed, and takes little of the machine.
-The first line of the output is its address. PORT 0 is any free port.
+It imports the standard library only, so that it restarts at once and uses little CPU. The first line of its output is
+its address; port 0 picks a free port.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Engines that err, and clients in front of them: nobody else notices."""
+"""Faulty engines and clients in front of the gateway must not affect other clients."""
 
 import asyncio
 import base64
@@ -28,7 +28,8 @@ BODY = {"model": "toy", "prompt": "SELECT", "max_tokens": 5}
 
 
 class Hostile:
-    """Answers with the bytes that `answer(head, body, connection)` gives; keeps all requests, and open connections."""
+    """An engine that answers with the bytes of `answer(head, body, connection)` and records requests and
+    connections."""
 
     def __init__(self, answer):
         self.answer, self.requests, self.open = answer, [], 0
@@ -111,7 +112,7 @@ def ask(app, *requests):
             try:
                 return [await http.request(method, path, **more) for method, path, more in requests]
             finally:
-                await app.close()  # the next requests come in another event loop
+                await app.close()  # the next requests use another event loop
 
     return asyncio.run(work())
 
@@ -171,8 +172,8 @@ USAGES = [
 @pytest.mark.parametrize(
     "poison", [*((one, None) for one in POISON), *(("", one) for one in USAGES)], ids=lambda one: str(one)[:60]
 )
-def test_absurd_counters_end_nothing(choose, poison):
-    """One such answer made all later requests fail with status 500, until a restart."""
+def test_absurd_counters_do_not_break_later_requests(choose, poison):
+    """One such answer used to make all later requests fail with status 500 until a restart."""
     told, usage = poison
     answers = iter([text(told, **({"usage": usage} if usage else {}))])
     good = text(counters("[1, 1]"))
@@ -184,18 +185,18 @@ def test_absurd_counters_end_nothing(choose, poison):
 
 
 @pytest.mark.parametrize("method", ["choose", "learn"])
-def test_a_chooser_that_raises_costs_its_opinion(method, monkeypatch):
+def test_a_failing_policy_is_ignored(method, monkeypatch):
     with hostile(lambda *_: reply(text(counters("[1, 1]"))), 2) as engines:
         app, backend = gateway(*engines, choose="cgp-ucb")
         monkeypatch.setattr(backend.dispatch, method, lambda *args: 1 / 0)
         assert [one.status_code for one in completions(app, 5)] == [200] * 5
-        backend.learn()  # the last answers, for which no time was left
+        backend.learn()  # the last answers, for which there was no time left
         part = "choosing a server" if method == "choose" else "learning from an answer"
         assert backend.meter.registry.get_sample_value("specctl:faults_total", {"part": part}) == 5
 
 
-def test_bytes_that_need_no_change_pass_unchanged():
-    """1e999 became Infinity, which is no JSON; a client's spelling of numbers and keys is its own."""
+def test_unmodified_requests_and_answers_pass_byte_for_byte():
+    """Reformatting turned 1e999 into Infinity, which is not JSON."""
     answer = b'{ "choices": [{"text": "\xc3\xa9", "x": 1e999}],\n "usage": {"completion_tokens": 1.0} }'
     sent = b'{"model":  "toy", "prompt": "x", "temperature": 1e999, "seed": 1.50, "seed": 2}'
     with hostile(lambda *_: reply(answer)) as engines:
@@ -204,8 +205,8 @@ def test_bytes_that_need_no_change_pass_unchanged():
         assert said.content == answer and engines[0].requests[0][1] == sent
 
 
-def test_an_answer_is_asked_for_without_compression_and_never_unpacked():
-    """0.4 MB became 400 MB."""
+def test_compressed_answers_are_not_requested_and_not_unpacked():
+    """0.4 MB used to be unpacked to 400 MB."""
     packed = gzip.compress(b" " * 50_000_000)
     with hostile(lambda *_: reply(packed, b"content-encoding: gzip")) as engines:
         app, _ = gateway(*engines)
@@ -223,7 +224,7 @@ def test_an_answer_is_asked_for_without_compression_and_never_unpacked():
         assert b"accept-encoding: identity" in engines[0].requests[0][0].lower()
 
 
-def test_headers_keep_their_number_and_bytes_and_stay_on_their_connection():
+def test_headers_pass_unchanged_except_hop_by_hop_headers():
     extra = (b"set-cookie: a=1", b"set-cookie: b=2", b"x-own: \xc3\xa9", b"x-hop: 1", b"connection: x-hop")
     with hostile(lambda *_: reply(b"{}", *extra)) as engines, served(gateway(*engines)[0]) as address:
         given = [(b"x-user", "é".encode()), (b"x-twice", b"1"), (b"x-twice", b"2")]
@@ -255,8 +256,8 @@ ANSWERS = {
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_of_all_kinds_are_answers(answer, stream, capfd):
-    """A surrogate, deep JSON and status 999 were tracebacks."""
+def test_malformed_answers_give_a_response_without_a_traceback(answer, stream, capfd):
+    """Surrogates, deep JSON and status 999 used to raise."""
     if stream:
         head, _, body = answer.partition(b"\r\n\r\n")
         answer = head.replace(b"application/json", b"text/event-stream") + b"\r\n\r\n" + body if body else answer
@@ -281,8 +282,8 @@ def stream_head(*lines):
 
 
 @pytest.mark.parametrize("blank", [b"\n\n", b"\r\n\r\n"], ids=["LF", "CRLF"])
-def test_events_come_one_by_one_whatever_ends_their_lines(blank):
-    """With CRLF, all events came at the end."""
+def test_events_are_forwarded_one_by_one_with_any_line_ending(blank):
+    """With CRLF, all events used to arrive at the end."""
     go = threading.Event()
     line = blank[: len(blank) // 2]
 
@@ -313,8 +314,8 @@ def test_events_come_one_by_one_whatever_ends_their_lines(blank):
     assert backend.meter.drafters[engines[0].url].tokens == 2
 
 
-def test_a_stream_without_ends_of_events_takes_linear_time():
-    """60 MB did not come through in 45 s: every part was searched from the beginning."""
+def test_a_stream_without_event_ends_takes_linear_time():
+    """60 MB used to take more than 45 s, because every part was searched from the beginning."""
     size = 40_000_000
 
     def answer(head, body, connection):
@@ -330,8 +331,8 @@ def test_a_stream_without_ends_of_events_takes_linear_time():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_before_the_answer_begins_frees_the_engine(stream):
-    """20 of 20 such requests stayed in flight, for ever if the engine never answered."""
+def test_a_client_that_leaves_early_frees_the_engine(stream):
+    """These requests used to stay in flight, forever if the engine never answered."""
     ended = threading.Event()
 
     def answer(head, body, connection):
@@ -349,14 +350,14 @@ def test_a_client_that_leaves_before_the_answer_begins_frees_the_engine(stream):
         assert ended.is_set()
 
 
-def test_an_engine_that_never_answers_ends_with_a_status():
+def test_an_engine_that_never_answers_gives_status_504():
     with hostile(lambda head, body, connection: connection.recv(1) and None) as engines:
         app, backend = gateway(*engines, request_s=0.3)
         assert completions(app)[0].status_code == 504 and not any(backend.in_flight.values())
 
 
 @pytest.mark.parametrize("fault", [reply(b"{}", status=b"500 Oh"), b""], ids=["500", "died"])
-def test_a_prompt_on_which_engines_fail_is_not_carried_to_all(fault):
+def test_a_prompt_that_makes_engines_fail_is_not_sent_to_all(fault):
     def answer(head, body, connection):
         return fault if b"poison" in body else reply(text())
 
@@ -371,13 +372,13 @@ PIECE = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
 
 
 def chunked(*parts):
-    """A stream that breaks off after its parts: the last chunk is missing."""
+    """Return a chunked stream that breaks off after its parts."""
     lines = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
     return stream_head(b"transfer-encoding: chunked") + lines
 
 
 def test_an_engine_that_dies_before_its_first_event_is_replaced():
-    """Its headers were there, and the client got an error event, although another engine could answer."""
+    """The client used to get an error event, although another engine could answer."""
     whole = stream_head() + PIECE + b"data: [DONE]\n\n"
     with hostile(lambda *_: chunked()) as (dying,), hostile(lambda *_: whole) as (other,):
         app, backend = gateway(dying, other)
@@ -387,8 +388,8 @@ def test_an_engine_that_dies_before_its_first_event_is_replaced():
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_stream_that_breaks_off_ends_with_an_error_event(several, capfd):
-    """It was reported as a fault of the gateway, in the event, in the metrics and on stderr."""
+def test_a_broken_stream_ends_with_an_error_event(several, capfd):
+    """It used to be reported as a fault of the gateway in the event, the metrics and stderr."""
     with hostile(lambda *_: chunked(PIECE, PIECE[:9])) as engines:
         app, backend = gateway(*engines)
         (said,) = completions(app, stream=True, n=2 if several else 1)
@@ -401,15 +402,15 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event(several, capfd):
     assert "a request failed" not in capfd.readouterr().err
 
 
-def test_the_end_of_the_process_is_noticed(tmp_path):
-    """Its clients were refused, and the learner waited for ever."""
+def test_the_death_of_the_gateway_process_is_noticed(tmp_path):
+    """Clients used to be refused while the learner waited forever."""
     with (
         hostile(lambda *_: reply(b"{}")) as engines,
         proxy_process.running("127.0.0.1:0", {engines[0].url: "vllm"}, tmp_path / "log", 2**20) as gateway,
     ):
         gateway.check()
 
-        def child():  # the arguments of a process are not there at its very beginning
+        def child():  # a new process has no command line at first
             return [one for one in psutil.Process().children() if "specctl.gateway.proxy_process" in one.cmdline()]
 
         wait_for(child)
@@ -426,8 +427,8 @@ def test_the_end_of_the_process_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("key", [None, "theirs"])
-def test_user_and_password_of_an_address_are_the_authorization(key):
-    """The client library refuses a request with both, and a client's key would have been a failed request."""
+def test_credentials_in_an_address_become_the_authorization(key):
+    """The HTTP client refuses a request with both, so a client's key used to make the request fail."""
     with hostile(lambda *_: reply(b"{}")) as engines:
         url = engines[0].url.replace("http://", "http://me:pa%3Ass@")
         app = engines_app(RunningEngines({url: "vllm"}, Meter("toy"), key=key), LimitsRecipe())
@@ -437,8 +438,8 @@ def test_user_and_password_of_an_address_are_the_authorization(key):
         assert head.lower().count(b"authorization: ") == 1 == head.lower().count(b"authorization: " + line)
 
 
-def test_no_proxy_and_no_password_of_the_environment_is_used(tmp_path, monkeypatch):
-    """Texts would go to another machine."""
+def test_proxies_and_netrc_of_the_environment_are_ignored(tmp_path, monkeypatch):
+    """They would send texts to another machine."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password hush")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -447,8 +448,8 @@ def test_no_proxy_and_no_password_of_the_environment_is_used(tmp_path, monkeypat
         assert b"authorization" not in engines[0].requests[0][0].lower()
 
 
-def test_an_engine_that_says_too_much_in_headers_is_cut_off():
-    """A million headers fill the memory."""
+def test_an_engine_with_endless_headers_is_cut_off():
+    """A million headers would fill the memory."""
     sent = []
 
     def answer(head, body, connection):
@@ -465,8 +466,8 @@ def test_an_engine_that_says_too_much_in_headers_is_cut_off():
 
 @pytest.mark.parametrize("limit", ["LONGEST_READ_ANSWER", "LONGEST_ANSWER"])
 @pytest.mark.parametrize("size", [2000, 4000])
-def test_an_answer_with_endless_log_probabilities_costs_others_no_time(limit, size, monkeypatch):
-    """The counters of an answer of 200 MB were looked for in all of it, and nobody else was served meanwhile."""
+def test_a_huge_answer_is_not_searched_for_counters(limit, size, monkeypatch):
+    """Searching an answer of 200 MB used to block all other clients."""
     content = text(counters("[1, 1]") + ', "logprobs": [' + "0," * (size // 2) + "0]")
     monkeypatch.setattr(running_engines, limit, 3000)
     with hostile(lambda *_: reply(content)) as (engine,):
@@ -477,15 +478,15 @@ def test_an_answer_with_endless_log_probabilities_costs_others_no_time(limit, si
         assert bool(backend.meter.drafters) == (size < 3000)
 
 
-def test_the_event_loop_is_asyncios(monkeypatch):
-    """uvloop, where it is installed, has no limit of what is read at once: every connection failed."""
+def test_the_event_loop_is_asyncio(monkeypatch):
+    """With uvloop every connection failed, because it has no limit on a single read."""
     config = server.make_server(gateway(Hostile(None))[0]).config
     assert config.get_loop_factory() is asyncio.SelectorEventLoop
 
 
 @pytest.mark.parametrize("key", [None, "", "theirs"])
-def test_keys_of_clients_go_where_they_belong(key):
-    """A key of the gateway is no key of the engines."""
+def test_client_keys_and_engine_keys_are_kept_apart(key):
+    """A key of the gateway is not a key of the engines."""
     with hostile(lambda *_: reply(b"{}")) as engines:
         backend = RunningEngines({engines[0].url: "vllm"}, Meter("toy"), key=key)
         app = engines_app(backend, LimitsRecipe())

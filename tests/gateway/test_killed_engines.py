@@ -1,4 +1,4 @@
-"""Engines that are killed and started again behind `specctl serve --server`, while clients ask."""
+"""Engines are killed and restarted behind `specctl serve --server` while clients send requests."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ REQUESTS, CLIENTS, BETWEEN_KILLS, TOKENS, TOKENS_PER_S = 500, 16, 50, 30, 100
 
 
 class EngineProcess:
-    """An engine in a process of its own, which may be killed and started again at the same address."""
+    """An engine process that can be killed and restarted at the same address."""
 
     def __init__(self, port=0):
         command = [sys.executable, "-I", str(SCRIPT), str(port), str(TOKENS_PER_S)]
@@ -37,7 +37,7 @@ class EngineProcess:
 
 
 class Gateway:
-    """The command in a process of its own. `document` is its result, once it has been stopped."""
+    """The command in a separate process; `stop` returns its result document."""
 
     def __init__(self, place, *urls, choose="cgp-ucb"):
         command = [sys.executable, "-m", "specctl", "serve", "--server", ",".join(urls), "--listen", "127.0.0.1:0"]
@@ -64,7 +64,7 @@ class Gateway:
 
 
 def verdict(status, text, stream):
-    """whole, broken (a stream that had begun ended with an error event), or failed."""
+    """Classify an answer: whole, broken (a started stream ended with an error event), or failed."""
     if status != 200:
         return "failed"
     if not stream:
@@ -77,7 +77,7 @@ def verdict(status, text, stream):
 
 
 async def clients(url, after):
-    """Verdicts on all requests, from clients that ask one after the other. `after(number)` hears of finished ones."""
+    """Send all requests from sequential clients and count verdicts; `after(number)` is called per finished request."""
     verdicts, numbers = Counter(), iter(range(REQUESTS))
 
     async def client(http):
@@ -97,8 +97,8 @@ async def clients(url, after):
 
 
 @pytest.mark.slow
-def test_a_killed_engine_costs_only_streams_that_had_begun(tmp_path):
-    """A request that had no answer yet is another engine's, whenever its engine dies."""
+def test_a_killed_engine_breaks_only_started_streams(tmp_path):
+    """A request without an answer yet goes to another engine."""
     engines, due = [EngineProcess(), EngineProcess()], threading.Event()
     ended = threading.Event()
     kills = Counter()

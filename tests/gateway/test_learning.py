@@ -1,4 +1,4 @@
-"""A drafter that learns from served texts changes no text, fails alone, and leaves its weights on the disk."""
+"""A drafter that learns while serving changes no text, fails alone, and saves its weights."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 7, "max_tokens": 24}
 
 
 class Pupil(OnlineDrafter):
-    """An online drafter with its learner in this process, with the two methods that a gateway calls."""
+    """An online drafter that learns in this process, with the two methods that a gateway calls."""
 
     closed = False
 
@@ -42,7 +42,7 @@ class Pupil(OnlineDrafter):
 
 
 class RestlessLearner(LiveLearner):
-    """Exchanges the drafter after every second step, by a copy with weights disturbed by `noise`."""
+    """A learner that replaces the drafter after every second step by a copy disturbed by `noise`."""
 
     noise, steps, exchanged_while_busy = 0.0, 0, 0
 
@@ -73,7 +73,7 @@ def copy(tmp_path_factory, tiny):
 
 @pytest.fixture
 def learning(tmp_path, tiny):
-    """`learning(drafter, kind, **learn)` → (gateway, learner); both end with the test."""
+    """Return `make(drafter, kind, **learn)`, which gives (gateway, learner); both end with the test."""
     made = []
 
     def make(drafter, kind=LiveLearner, start=True, **learn):
@@ -124,7 +124,7 @@ def texts_of(gateway, options=GREEDY, questions=QUESTIONS):
 
 
 def plain(tiny, options):
-    """The texts without any drafter."""
+    """Return the texts without a drafter."""
     thread = EngineThread(Engine(tiny, Fixed.of(None), EngineOptions(slots=8)), Meter("toy"), "plain")
     gateway = _gateway(thread)
     try:
@@ -142,8 +142,8 @@ def plain(tiny, options):
         *(pytest.param(kind, SAMPLED, marks=pytest.mark.slow) for kind in ("eagle3", "hydra", "eagle3+lookup")),
     ],
 )
-def test_texts_do_not_depend_on_weights_that_change_in_their_middle(tmp_path, tiny, copy, learning, kind, options):
-    """A drafter with the memory of other weights, or with none, must cost acceptance alone."""
+def test_texts_do_not_depend_on_weights_replaced_midway(tmp_path, tiny, copy, learning, kind, options):
+    """A drafter with a stale or missing memory may only cost acceptance."""
     drafter = copy if kind == "lm" else f"{write_head(tmp_path / 'head', tiny, kind.partition('+')[0])}"
     gateway, learner = learning(drafter + "+lookup" if "+" in kind else drafter, RestlessLearner, start=False)
     learner.noise = 0.5
@@ -152,20 +152,20 @@ def test_texts_do_not_depend_on_weights_that_change_in_their_middle(tmp_path, ti
 
 
 @pytest.mark.parametrize("kind", [pytest.param("eagle3", marks=pytest.mark.slow), "lm"])
-def test_a_new_drafter_reads_the_running_texts(tmp_path, tiny, copy, learning, kind):
-    """With equal weights it must draft what the old one would have drafted: otherwise its memory is not the text's."""
+def test_a_replaced_drafter_reads_the_running_texts(tmp_path, tiny, copy, learning, kind):
+    """With equal weights it must draft exactly like the old one."""
     drafter = copy if kind == "lm" else write_head(tmp_path / "head", tiny, kind)
     still, _ = learning(drafter, start=False)
     restless, learner = learning(drafter, RestlessLearner, start=False)
-    for question in QUESTIONS[:3]:  # one at a time: drafts are shorter in a batch
+    for question in QUESTIONS[:3]:  # one at a time, because drafts are shorter in a batch
         assert texts_of(still, GREEDY, [question]) == texts_of(restless, GREEDY, [question])
     assert learner.exchanged_while_busy > 3
     one, other = still.meter.drafters["drafter"], restless.meter.drafters["drafter"]
     assert (one.rounds, one.accepted_at) == (other.rounds, other.accepted_at) and one.rounds > 0
 
 
-def test_it_learns_while_it_serves_and_restarts_from_its_copy(tmp_path, tiny, learning):
-    """The weights on the disk must be the newest ones, and the next process must begin with them."""
+def test_the_drafter_learns_while_serving_and_restarts_from_its_copy(tmp_path, tiny, learning):
+    """The saved weights are the newest, and the next process starts from the copy."""
     start = write_head(tmp_path / "head", tiny, "eagle3")
     gateway, learner = learning(start)
     expected = plain(tiny, GREEDY)
@@ -187,8 +187,7 @@ def test_it_learns_while_it_serves_and_restarts_from_its_copy(tmp_path, tiny, le
     assert texts_of(again) == expected
 
 
-def test_the_learners_figures_are_on_the_page_of_metrics(tmp_path, tiny, learning):
-    """Counts of lessons, versions and tokens per pass: an operator would see none of them."""
+def test_learning_metrics_are_exported(tmp_path, tiny, learning):
     gateway, learner = learning(write_head(tmp_path / "head", tiny, "eagle3"))
     texts_of(gateway)
     wait_for(lambda: learner.counts.lessons["updated"] == 1 and learner._built is not None)
@@ -210,8 +209,8 @@ async def _get(gateway, path):
 @pytest.mark.parametrize(
     "method", ["lessons", "observe", "exchange", pytest.param("hand_over", marks=pytest.mark.slow)]
 )
-def test_a_learner_that_fails_costs_the_learning_alone(tmp_path, tiny, learning, monkeypatch, capsys, method):
-    """Requests would fail, or every lesson would warn again."""
+def test_a_failing_learner_stops_only_the_learning(tmp_path, tiny, learning, monkeypatch, capsys, method):
+    """With a single warning, and without failing requests."""
     gateway, learner = learning(write_head(tmp_path / "head", tiny, "eagle3"), start=False)
 
     def fail(*_, **__):
@@ -235,8 +234,8 @@ def test_a_learner_that_fails_costs_the_learning_alone(tmp_path, tiny, learning,
     assert not learner.buffer.texts
 
 
-def test_an_update_that_does_harm_is_taken_back(tiny, copy, learning, capsys):
-    """Weights that ruin every draft would stay for good."""
+def test_a_harmful_update_is_rolled_back(tiny, copy, learning, capsys):
+    """Otherwise weights that ruin every draft would stay."""
     harmful = {"budget": None, "holdout": 0, "optimizer": "sgd", "lr": 50.0, "clip": 0.0}
     gateway, learner = learning(copy, learner=harmful, chunk=5)
     expected = plain(tiny, GREEDY)
@@ -250,8 +249,8 @@ def test_an_update_that_does_harm_is_taken_back(tiny, copy, learning, capsys):
 
 
 @pytest.mark.slow
-def test_lessons_that_only_do_harm_end_the_learning(tmp_path, tiny, learning, monkeypatch, capsys):
-    """A learning rate far too large would cost time for good."""
+def test_repeated_harmful_lessons_end_the_learning(tmp_path, tiny, learning, monkeypatch, capsys):
+    """A learning rate that is far too large would waste time forever."""
     gateway, learner = learning(write_head(tmp_path / "head", tiny, "eagle3"), start=False)
     vector = learner.online_drafter.trainable.loss
     monkeypatch.setattr(
@@ -266,8 +265,8 @@ def test_lessons_that_only_do_harm_end_the_learning(tmp_path, tiny, learning, mo
     assert said.count("was not finite") == 5 and "5 lessons in a row" in said and not learner.counts.on
 
 
-def test_long_texts_and_many_texts_do_not_fill_the_memory(tmp_path, tiny, learning):
-    """One client could displace the texts of all others, or use up the memory of the machine."""
+def test_long_and_many_texts_do_not_fill_the_memory(tmp_path, tiny, learning):
+    """One client must not displace the texts of all others."""
     gateway, learner = learning(write_head(tmp_path / "head", tiny, "eagle3"), start=False, longest=30, chunk=10**6)
     texts_of(gateway, GREEDY)
     assert not learner.buffer.texts and learner.buffer.dropped == len(QUESTIONS)
@@ -281,8 +280,8 @@ def test_long_texts_and_many_texts_do_not_fill_the_memory(tmp_path, tiny, learni
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_the_copy_alone(tmp_path, tiny, learning, monkeypatch, capsys):
-    """Learning would end, or every copy would warn again."""
+def test_a_full_disk_only_prevents_saving(tmp_path, tiny, learning, monkeypatch, capsys):
+    """Learning continues, with a single warning."""
     gateway, learner = learning(write_head(tmp_path / "head", tiny, "eagle3"), start=False)
 
     def full(*_):

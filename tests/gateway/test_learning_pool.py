@@ -1,4 +1,4 @@
-"""Drafters of a pool learn from the texts that they drafted, in one process, and do not disturb each other."""
+"""Drafters of a pool learn in one process, each from its own texts, without disturbing each other."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def recipe_of(tiny, *drafters, choose="random", **learn):
 
 @pytest.fixture
 def learning(tmp_path, tiny):
-    """`learning(recipe)` → (gateway, learner), with learners in this process; both end with the test."""
+    """Return `make(recipe)`, which gives (gateway, learner) with learners in this process; both end with the test."""
     made = []
 
     def make(recipe, start=True):
@@ -75,8 +75,8 @@ def learning(tmp_path, tiny):
 
 
 def test_two_heads_learn_in_one_process_while_both_serve(tmp_path, tiny, heads):
-    """From requests to directories on the disk: the target must be loaded once beside the engine, texts be those of the
-    target alone, and the figures be told apart by drafter."""
+    """From requests to saved directories: the target is loaded once more, texts stay lossless, and metrics are per
+    drafter."""
     recipe = recipe_of(tiny, *heads, "lookup")
     run = Run.create("serve", recipe, tmp_path / "run")
     meter = Meter("toy")
@@ -115,8 +115,8 @@ def test_two_heads_learn_in_one_process_while_both_serve(tmp_path, tiny, heads):
 
 
 @pytest.mark.parametrize("options", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.slow)])
-def test_new_weights_of_one_drafter_leave_the_others_and_the_texts_alone(tiny, heads, learning, monkeypatch, options):
-    """The weights of another arm would change, or a running text would be drafted with the memory of other weights."""
+def test_new_weights_of_one_drafter_change_no_other_drafter_and_no_text(tiny, heads, learning, monkeypatch, options):
+    """Catches weights set on another arm, and a running text drafted with the memory of other weights."""
     free_hybrids(monkeypatch)
     gateway, learner = learning(recipe_of(tiny, *heads, f"{heads[0]}+lookup", chunk=10**6), start=False)
     controller, (first, other) = gateway.thread.engine.controller, learner.members.values()
@@ -142,8 +142,8 @@ def test_new_weights_of_one_drafter_leave_the_others_and_the_texts_alone(tiny, h
     assert not controller.failures and controller.selector.arms[1].failures == 0
 
 
-def test_one_learner_that_raises_costs_its_learning_alone(tiny, heads, learning, monkeypatch, capsys):
-    """The other drafters would learn no more, or requests would fail."""
+def test_one_failing_learner_stops_only_its_own_learning(tiny, heads, learning, monkeypatch, capsys):
+    """The other drafters continue to learn, and requests succeed."""
     gateway, learner = learning(recipe_of(tiny, *heads), start=False)
     bad, good = learner.members["eagle3"], learner.members["hydra"]
 
@@ -164,8 +164,8 @@ def test_one_learner_that_raises_costs_its_learning_alone(tiny, heads, learning,
     assert said.count("learning of eagle3 has failed") == 1 and "colour" not in said and "of hydra" not in said
 
 
-def test_the_policy_of_full_information_goes_on_with_new_weights(tiny, heads, learning, monkeypatch):
-    """Its scores would be of the old weights, or their number would not fit the arms."""
+def test_the_full_information_policy_works_with_new_weights(tiny, heads, learning, monkeypatch):
+    """Catches scores of old weights, and a number of scores that does not match the arms."""
     gateway, learner = learning(recipe_of(tiny, *heads, choose="hedgespec"))
     expected = plain(tiny, GREEDY)
     for _ in range(40):
@@ -178,8 +178,8 @@ def test_the_policy_of_full_information_goes_on_with_new_weights(tiny, heads, le
     assert gateway.thread.engine.controller.failures == 0
 
 
-def test_the_engine_gets_a_new_drafter_for_every_version(tiny, heads, monkeypatch):
-    """Weights would change in the middle of a round, or the engine would never hear of them."""
+def test_the_engine_gets_a_new_drafter_object_for_every_version(tiny, heads, monkeypatch):
+    """Weights changed in place could change in the middle of a round."""
     monkeypatch.setattr("specctl.adaptation.remote.take_weights", lambda *_: True)
     pupil = BackgroundOnlineDrafter(online_recipe(recipe_of(tiny, *heads), heads[0]), "ogd", tiny, 0, heads[0])
     first, w = pupil.drafter, pupil.played()
@@ -189,7 +189,7 @@ def test_the_engine_gets_a_new_drafter_for_every_version(tiny, heads, monkeypatc
 
 
 class Member(SimpleNamespace):
-    """Records what it is told."""
+    """A fake member that records its calls."""
 
     on = True
 
@@ -210,13 +210,13 @@ class Member(SimpleNamespace):
 
 
 def test_a_text_teaches_the_drafter_of_most_of_its_rounds(tiny):
-    """Seconds and acceptance are shared out by rounds, so that all learners together have the time of one."""
+    """Time and acceptance are shared by rounds, so that all learners together get the time of a single learner."""
     heads = {"a": Member(["a", "a+lookup"]), "b": Member(["b"])}
     learner = PoolLearner(heads, tiny)
     requests = [SimpleNamespace(label=Label(query)) for query in "01"]
     rows = [SimpleNamespace(request=one, ids=[0] * 5, prompt_length=3, rejections=0, stop=None) for one in requests]
     state = SimpleNamespace(rows=rows, batch=2, memory={})
-    # Of the first text a drafts two rounds of three, under two names; of the other one lookup drafts most.
+    # a drafts two of three rounds of the first text, under two names; lookup drafts most of the second
     for arms, stop in ((("a", "lookup"), None), (("b", "b"), None), (("a+lookup", "lookup"), "eos")):
         for row, arm in zip(rows, arms, strict=True):
             learner.note_round(row.request.label.query, arm)
@@ -230,8 +230,8 @@ def test_a_text_teaches_the_drafter_of_most_of_its_rounds(tiny):
     assert learner._played == Counter(a=2, b=2, lookup=2)
 
 
-def test_nothing_is_noted_after_all_learners_have_ended(tiny):
-    """The memory of a server grew with every text."""
+def test_nothing_is_recorded_after_all_learners_have_ended(tiny):
+    """The memory of a server used to grow with every text."""
     learner = PoolLearner({"a": Member(["a"])}, tiny)
     learner.members["a"].on = False
     learner.note_round("0", "a")

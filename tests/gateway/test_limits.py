@@ -1,4 +1,4 @@
-"""Attacks of one client on the others: headers, bodies, slowness, connections, floods."""
+"""Limits protect clients from each other: headers, bodies, slow clients, connections, floods."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def guard(limits=None, key=None, app=None):
 
 
 def ask(app, *requests):
-    """Responses to (method, path, options), which are sent at once."""
+    """Send (method, path, options) at once and return the responses."""
 
     async def work():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as http:
@@ -38,8 +38,8 @@ def ask(app, *requests):
     return asyncio.run(work())
 
 
-def test_headers_are_counted():
-    """Of 10,000 headers a client library made a merge that took 5 to 15 s, in which nobody else was served."""
+def test_headers_are_limited():
+    """Merging 10,000 headers took an HTTP library 5 to 15 s, which blocked all clients."""
     app = guard({"headers": 20, "header_bytes": 2000})
     many = {f"x-{number}": "1" for number in range(30)}
     few, more, long = ask(
@@ -57,29 +57,29 @@ def test_headers_are_counted():
         *(("evil.example:8000", 421), ("localhost.evil.example", 421), ("127.0.0.1.evil.example", 421)),
     ],
 )
-def test_other_names_of_the_loopback_are_refused(host, status):
-    """A site can point its own name at 127.0.0.1: its pages then had the gateway's answers, and sent it prompts."""
+def test_foreign_host_names_on_the_loopback_are_refused(host, status):
+    """A site that points its name at 127.0.0.1 could read the gateway's answers (DNS rebinding)."""
 
     def said(limits, key=None, place="127.0.0.1:8000"):
         app, headers = guard(limits, key), {"host": host, "authorization": "Bearer k"}
         answer = ask(app, ("POST", f"http://{place}/v1/completions", {"headers": headers, "content": b"{}"}))[0]
         return answer.status_code, app.meter.registry.get_sample_value("specctl:refused_total", {"limit": "hosts"})
 
-    for place in ("127.0.0.1:8000", "[::1]:8000", "[::ffff:127.0.0.1]:8000"):  # the last: IPv4 on a socket of [::]
+    for place in ("127.0.0.1:8000", "[::1]:8000", "[::ffff:127.0.0.1]:8000"):  # the last is IPv4 on a socket of [::]
         assert said({"hosts": "gateway.example"}, place=place) == (status, 1 if status == 421 else None)
     assert said({}, key="k") == (200, None), "a page of another site has no key"
     assert said({}, place="192.0.2.1:8000") == (200, None), "names of other addresses are not known here"
 
 
-def test_a_real_socket_is_on_the_loopback():
+def test_host_names_are_checked_on_a_real_socket():
     with served(guard()) as address:
         known, other = (httpx.get(address, headers={"host": host}) for host in ("localhost", "evil.example"))
     assert (known.status_code, other.status_code) == (200, 421)
     assert other.json()["error"]["code"] == "unknown_host"
 
 
-def test_bodies_are_measured_declared_or_not():
-    """Four bodies of 200 MB took 1.8 GB of memory."""
+def test_bodies_are_limited_with_and_without_a_declared_length():
+    """Four bodies of 200 MB used to take 1.8 GB of memory."""
     app = guard({"body_bytes": 1000, "all_body_bytes": 1500})
 
     async def parts(count):
@@ -96,7 +96,7 @@ def test_bodies_are_measured_declared_or_not():
     assert app._held == 0 and app.in_flight == 0
 
 
-def test_bodies_of_all_requests_share_a_limit():
+def test_all_bodies_together_are_limited():
     gate = asyncio.Event()
 
     async def slow(scope, receive, send):
@@ -118,7 +118,7 @@ def test_bodies_of_all_requests_share_a_limit():
     assert (first.status_code, second.status_code) == (200, 503) and second.headers["retry-after"]
 
 
-def test_requests_in_flight_are_limited_and_long_ones_end():
+def test_requests_in_flight_and_their_duration_are_limited():
     async def never(scope, receive, send):
         await asyncio.Event().wait()
 
@@ -127,7 +127,7 @@ def test_requests_in_flight_are_limited_and_long_ones_end():
     assert sorted(one.status_code for one in said) == [503, 503, 504, 504] and app.in_flight == 0
 
 
-def test_a_stream_that_is_too_long_ends_with_an_error():
+def test_an_overlong_stream_ends_with_an_error():
     async def endless(scope, receive, send):
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -141,7 +141,7 @@ def test_a_stream_that_is_too_long_ends_with_an_error():
     )
 
 
-def test_a_fault_of_ours_is_status_500_and_says_no_word_of_the_text(capfd):
+def test_an_internal_error_gives_status_500_without_the_text(capfd):
     async def wrong(scope, receive, send):
         raise ValueError((await receive())["body"].decode())
 
@@ -151,7 +151,7 @@ def test_a_fault_of_ours_is_status_500_and_says_no_word_of_the_text(capfd):
 
 
 @pytest.mark.parametrize("given", [None, "Bearer", "Bearer wrong", "bearer hush", "Bearer hush ", "hush"])
-def test_a_key_is_asked_for(given):
+def test_a_key_is_required(given):
     app = guard(key="hush")
     headers = {} if given is None else {"authorization": given}
     closed, open, page, health = ask(
@@ -183,13 +183,13 @@ def read_all(connection):
 
 
 @pytest.mark.parametrize("data", [b"", b"GET / HT", b"POST / HTTP/1.1\r\nhost: x\r\nx-a: b\r\n"])
-def test_headers_that_never_end_are_cut_off(data):
-    """1,300 half headers kept everybody out, and none of these connections was ever closed."""
+def test_unfinished_headers_are_cut_off(data):
+    """1,300 unfinished headers kept all clients out, and none of these connections was closed."""
     with served(guard({"header_s": 0.2})) as address:
         assert read_all(raw(address, data)) == b""
 
 
-def test_half_a_header_after_a_whole_request_is_cut_off():
+def test_an_unfinished_second_header_is_cut_off():
     with served(guard({"header_s": 0.2})) as address:
         connection = raw(address, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
@@ -197,14 +197,14 @@ def test_half_a_header_after_a_whole_request_is_cut_off():
         assert b"HTTP" not in read_all(connection)
 
 
-def test_a_body_that_never_ends_is_cut_off():
+def test_an_unfinished_body_is_cut_off():
     with served(guard({"body_s": 0.2})) as address:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhalf"
         assert read_all(raw(address, head)).startswith(b"HTTP/1.1 408")
 
 
-def test_idle_connections_make_room_for_others():
-    """Those that were opened first are closed; a new client is always served."""
+def test_idle_connections_are_closed_for_new_ones():
+    """The oldest are closed first, and a new client is always served."""
     app = guard({"connections": 20, "header_s": 60})
     with served(app) as address:
         idle = [raw(address) for _ in range(60)]
@@ -216,7 +216,7 @@ def test_idle_connections_make_room_for_others():
             connection.close()
 
 
-def test_connections_in_use_are_never_cut_for_others():
+def test_connections_in_use_are_never_closed_for_new_ones():
     gate = threading.Event()
 
     async def slow(scope, receive, send):
@@ -235,8 +235,8 @@ def test_connections_in_use_are_never_cut_for_others():
             connection.close()
 
 
-def test_the_number_of_connections_leaves_files_for_others(monkeypatch):
-    """Beyond the limit of open files, the event loop wrote 218,745 tracebacks in 20 seconds."""
+def test_the_connection_limit_respects_the_open_files_limit(monkeypatch):
+    """Beyond it, the event loop wrote 218,745 tracebacks in 20 seconds."""
     monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 1024))
     monkeypatch.setattr("resource.setrlimit", lambda kind, limits: None)
     assert 16 <= most_connections(LimitsRecipe()) <= 1024 - 192
@@ -259,7 +259,7 @@ SMUGGLED = {
 
 
 @pytest.mark.parametrize("data", SMUGGLED.values(), ids=SMUGGLED)
-def test_requests_that_are_no_http(data, capfd):
+def test_malformed_http_does_not_break_the_server(data, capfd):
     with served(guard({"header_s": 0.3, "body_s": 0.3})) as address:
         connection = raw(address, data)
         connection.shutdown(socket.SHUT_WR)
@@ -268,7 +268,7 @@ def test_requests_that_are_no_http(data, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_many_headers_do_not_stop_the_others(capfd):
+def test_many_headers_do_not_block_other_clients(capfd):
     """100 kB of headers took 4.8 s of the event loop."""
     with served(guard()) as address:
         head = b"GET / HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x%d: 1\r\n" % number for number in range(10_000)) + b"\r\n"
@@ -280,14 +280,14 @@ def test_many_headers_do_not_stop_the_others(capfd):
 
 
 def test_small_packets_are_sent_at_once():
-    """A response of two packets took 47 ms, because the second one waited for the client's acknowledgement."""
+    """Without TCP_NODELAY, a response of two packets took 47 ms."""
     with listening("127.0.0.1:0") as (place, address), raw(address):
         accepted, _ = place.accept()
         with accepted:
             assert accepted.proto == socket.IPPROTO_TCP, "asyncio looks at this, and sets TCP_NODELAY"
 
 
-def test_an_address_in_use_is_refused_in_words():
+def test_an_address_in_use_is_refused():
     with (
         listening("127.0.0.1:0") as (_, address),
         pytest.raises(UsageError, match="cannot listen on"),
@@ -301,8 +301,8 @@ IDLE, CLIENTS = 2000, 20
 
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [IDLE // 4, None], ids=["more than the limit", "within the limit"])
-def test_thousands_of_idle_connections_do_not_shut_clients_out(most, capfd):
-    """At the limit, new clients were not accepted at all, and the event loop wrote tracebacks without end."""
+def test_thousands_of_idle_connections_do_not_block_clients(most, capfd):
+    """At the limit, new clients used to be refused while the event loop wrote endless tracebacks."""
     app = guard({"connections": most, "header_s": 60})
     count = lambda: app.meter.registry.get_sample_value("specctl:connections")  # noqa: E731
     with served(app) as address:
@@ -327,7 +327,7 @@ def test_thousands_of_idle_connections_do_not_shut_clients_out(most, capfd):
 
 
 def hung_up(connection):
-    """Whether the server has closed an idle connection."""
+    """Return whether the server has closed an idle connection."""
     connection.setblocking(False)
     try:
         return connection.recv(1) == b""
@@ -345,8 +345,8 @@ LONG = bytes(JOINED_BYTES + 1)
     [([b"body", b"end"], [b"headbody", b"end"]), ([LONG], [b"head", LONG]), ([], [b"head"])],
     ids=["short", "long", "none"],
 )
-def test_the_head_of_a_response_goes_out_with_the_first_part_of_its_body(body, sent):
-    """A long body would be copied for it, and goes out alone. `100 Continue` does not wait for a body."""
+def test_the_head_of_a_response_is_sent_with_the_start_of_its_body(body, sent):
+    """A long body is sent separately, to avoid a copy. `100 Continue` does not wait for a body."""
     written = []
     below = {"write": written.append, "close": lambda: written.append("closed"), "is_closing": lambda: False}
     response = ResponseTransport(SimpleNamespace(**below))

@@ -1,4 +1,4 @@
-"""llama-server as an engine of the gateway. The answers have the forms of a real server, shortened."""
+"""llama-server as an engine of the gateway. The answers are shortened answers of a real server."""
 
 import json
 
@@ -13,7 +13,7 @@ DRAFTS = PLAIN + ',"draft_n":12,"draft_n_accepted":5'
 
 
 def whole(path, timings):
-    """The answer to a request without a stream."""
+    """Return the answer to a request without streaming."""
     text = {
         CHAT: '"choices":[{"finish_reason":"length","index":0,"message":{"role":"assistant","content":"é"}}]',
         COMPLETIONS: '"choices":[{"text":"é","index":0,"logprobs":null,"finish_reason":"length"}]',
@@ -24,7 +24,7 @@ def whole(path, timings):
 
 
 def events(path, timings):
-    """The answer to a request with a stream: the counters are in the last piece."""
+    """Return the answer to a streaming request, with counters in the last event."""
     first, last = {
         CHAT: (
             '{"choices":[{"finish_reason":null,"index":0,"delta":{"content":"é"}}]}',
@@ -41,7 +41,7 @@ def events(path, timings):
 
 
 def answering(timings):
-    """The answers of a server with such timings, to every path, streamed or not."""
+    """Return an engine that answers every path with these timings, streamed or not."""
 
     def answer(head, body, connection):
         path = head.split()[1].decode()
@@ -62,7 +62,7 @@ def body_for(path, stream):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, COMPLETION])
 def test_requests_and_answers_pass_unchanged_and_are_counted(path, stream):
-    """llama-server reports its counters without being asked, so that no byte need be changed in either direction."""
+    """llama-server always reports its counters, so no byte needs to change."""
     with hostile(answering(DRAFTS)) as engines:
         app, backend = gateway(*engines, engine="llama.cpp")
         (said,) = ask(app, ("POST", path, {"content": body_for(path, stream), "headers": JSON}))
@@ -74,7 +74,7 @@ def test_requests_and_answers_pass_unchanged_and_are_counted(path, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_texts_go_to_the_server_with_accepted_drafts(stream, capfd):
-    """A server without a drafter leaves the counters out. It is no silent server, and no warning says so."""
+    """A server without a drafter reports no draft counters, which is not worth a warning."""
     with hostile(answering(DRAFTS)) as (good,), hostile(answering(PLAIN)) as (plain,):
         app, backend = gateway(plain, good, choose="cgp-ucb", engine="llama.cpp")
         answers = ask(app, *[("POST", CHAT, {"content": body_for(CHAT, stream), "headers": JSON})] * 30)
@@ -89,15 +89,15 @@ def test_texts_go_to_the_server_with_accepted_drafts(stream, capfd):
     [(COMPLETION, {"prompt": ["a", "b"]}), (COMPLETIONS, {"prompt": "a", "n": 2}), (COMPLETION, {"n_cmpl": 2})],
 )
 def test_requests_for_several_texts_are_not_counted(path, fields):
-    """The counters of an answer with several texts belong to one text alone."""
+    """The counters of such an answer cover only one of its texts."""
     with hostile(answering(DRAFTS)) as engines:
         app, backend = gateway(*engines, engine="llama.cpp")
         (said,) = ask(app, ("POST", path, {"json": fields}))
         assert said.content == whole(path, DRAFTS) and not backend.meter.drafters
 
 
-def test_a_path_of_one_engine_is_asked_of_that_engine():
-    """vLLM and SGLang have no /completion, and a request in three was answered with status 404."""
+def test_an_engine_specific_path_goes_to_that_kind_of_engine():
+    """vLLM and SGLang have no /completion and answered with status 404."""
     missing = lambda *_: reply(b"{}", status=b"404 Not Found")  # noqa: E731
     with hostile(missing, 2) as others, hostile(answering(DRAFTS)) as (llama,):
         app, backend = gateway(*others, llama)
@@ -112,8 +112,7 @@ POISON = ["1e308", "NaN", "-1", "true", "1" + "0" * 400, '"5"', "null", "9007199
 @pytest.mark.parametrize("choose", ["cgp-ucb", "metasd-ducb"])
 @pytest.mark.parametrize("field", ["predicted_n", "draft_n", "draft_n_accepted"])
 @pytest.mark.parametrize("value", POISON, ids=lambda one: one[:20])
-def test_absurd_timings_end_nothing(field, value, choose):
-    """One such answer could make all later choices fail."""
+def test_absurd_timings_do_not_break_later_choices(field, value, choose):
     told = {"predicted_n": "9", "draft_n": "12", "draft_n_accepted": "5"} | {field: value}
     timings = iter([",".join(f'"{name}":{number}' for name, number in told.items())])
     with hostile(lambda *_: reply(whole(CHAT, next(timings, DRAFTS))), 2) as engines:
@@ -124,8 +123,8 @@ def test_absurd_timings_end_nothing(field, value, choose):
     assert not backend.meter.registry.get_sample_value("specctl:faults_total", {"part": "choosing a server"})
 
 
-def test_properties_are_read_and_never_written():
-    """`specctl eval-server` asks for them; POST /props changes the server, and /slots shows users' prompts."""
+def test_properties_are_readable_but_not_writable():
+    """`specctl eval-server` reads /props; POST /props changes the server, and /slots shows prompts of users."""
     with hostile(lambda *_: reply(b'{"total_slots": 1}')) as engines:
         app, _ = gateway(*engines, engine="llama.cpp")
         got = ask(app, ("GET", "/props", {}), ("POST", "/props", {"json": {}}), ("GET", "/slots", {}))

@@ -1,4 +1,4 @@
-"""Figures on the page of metrics, in the dashboard and on the front page are about the same samples."""
+"""The metrics endpoint, the dashboard and the front page use the same metric names."""
 
 import json
 import re
@@ -15,11 +15,11 @@ NAME = re.compile(r"(?:vllm|specctl):\w+")
 
 
 def known(page):
-    """Names of all samples, and of metrics without samples up to now."""
+    """Return the names of all metrics on a page."""
     return {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")} | set(NAME.findall(page))
 
 
-def test_the_dashboard_and_the_page_ask_for_metrics_that_exist(make_gateway):
+def test_the_dashboard_and_the_front_page_use_existing_metrics(make_gateway):
     gateway = make_gateway()
     gateway.ask("/v1/chat/completions", chat())
     names = known(gateway.meter.page().decode())
@@ -30,12 +30,12 @@ def test_the_dashboard_and_the_page_ask_for_metrics_that_exist(make_gateway):
     assert len(shown) > 8 and shown <= names
 
 
-def test_the_page_needs_nothing_from_elsewhere():
+def test_the_front_page_loads_nothing_external():
     page = front_page()
     assert not re.findall(r"https?://|src=|<link|@import|url\(", page)
 
 
-def test_counts_are_those_of_the_answers(make_gateway, lookup):
+def test_metrics_equal_the_counts_in_the_answers(make_gateway, lookup):
     gateway = make_gateway(Fixed.of(lookup), "lookup")
     answers = [one.json() for one in gateway.ask("/v1/chat/completions", *[chat(n=2)] * 3)]
     model = {"model_name": "toy"}
@@ -52,8 +52,8 @@ def test_counts_are_those_of_the_answers(make_gateway, lookup):
     assert gateway.metric("specctl:drafter_texts_total", drafter="lookup") == 6
 
 
-def test_a_bound_of_the_speed_is_shown_when_there_is_one():
-    """A gauge of 0, or of a policy that does not choose, would look like a loss."""
+def test_a_speed_bound_is_exported_only_if_there_is_one():
+    """A gauge of 0 would look like a loss."""
     meter = Meter("x")
     for texts, shown in ((0, False), (1, False), (40, True)):
         meter.certificate = of_stream([0.5] * texts) if texts else None
@@ -66,7 +66,7 @@ def test_a_bound_of_the_speed_is_shown_when_there_is_one():
     assert meter.certificate.texts == 41 and meter.registry.get_sample_value("specctl:speed_at_least") < value
 
 
-def test_rounds_and_texts_add_up_to_the_same_counts():
+def test_counts_by_round_and_by_text_agree():
     by_round, by_text = DrafterCounts(), DrafterCounts()
     for committed, accepted, depth in ((3, 2, 4), (1, 0, 4), (5, 4, 4)):
         by_round.add(committed, accepted, depth)

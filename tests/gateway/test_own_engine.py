@@ -1,4 +1,4 @@
-"""Texts of the gateway are the texts of `generate`; no request changes or ends another one."""
+"""The gateway gives the texts of `generate`, and no request affects another."""
 
 import asyncio
 import functools
@@ -37,7 +37,7 @@ def text_of(response):
 
 
 def pieces(response_text):
-    """The documents of a stream."""
+    """Return the events of a stream as documents."""
     events = [event for event in response_text.split("\n\n") if event]
     assert events[-1] == "data: [DONE]" and all(event.startswith("data: ") for event in events)
     return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
@@ -50,7 +50,7 @@ def joined(documents, index=0):
 
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
-def test_texts_are_those_of_generate(target, lookup, make_gateway, drafts, options):
+def test_texts_equal_generate(target, lookup, make_gateway, drafts, options):
     """In a batch and alone, streamed and whole, with and without a drafter."""
     expected = [
         generate(GenerateRecipe(prompt=prompt, sampling={"max_new_tokens": 24, **options}), target=target).text
@@ -79,8 +79,8 @@ def test_a_pool_gives_the_same_texts_and_is_counted(target, lookup, make_gateway
 
 
 @pytest.mark.parametrize("method", ["begin", "choose", "observe", "end"])
-def test_a_policy_that_raises_costs_its_opinion_alone(target, lookup, make_gateway, monkeypatch, method):
-    """Each request would fail with status 500."""
+def test_a_failing_policy_changes_no_text(target, lookup, make_gateway, monkeypatch, method):
+    """It used to fail each request with status 500."""
     expected = [text_of(one) for one in make_gateway().ask(CHAT, *[chat(p, temperature=0) for p in PROMPTS])]
     controller = controller_for(target, {"lookup": lookup}, {}, ServeRecipe(choose="ucbspec"))
     gateway, original, calls = make_gateway(controller, None), getattr(controller.selector, method), []
@@ -107,7 +107,7 @@ def test_stop_strings_cut_the_text_and_free_the_slot(make_gateway):
     wait_for(lambda: not gateway.thread.engine.busy)
 
 
-def test_log_probabilities_are_the_targets(target, lookup, make_gateway):
+def test_log_probabilities_equal_the_target(target, lookup, make_gateway):
     body = chat(temperature=0, logprobs=True, top_logprobs=3)
     (whole,) = make_gateway(Fixed.of(lookup)).ask(CHAT, body)
     (streamed,) = make_gateway().ask(CHAT, body | {"stream": True})
@@ -133,7 +133,7 @@ def test_log_probabilities_are_the_targets(target, lookup, make_gateway):
         assert [top["logprob"] for top in one["top_logprobs"]] == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
 
 
-def test_several_answers_have_their_own_seeds(make_gateway):
+def test_several_answers_have_different_seeds(make_gateway):
     gateway = make_gateway()
     (together,) = gateway.ask(CHAT, chat(n=3, **SAMPLED))
     alone = gateway.ask(CHAT, *[chat(**SAMPLED | {"seed": 7 + number}) for number in range(3)])
@@ -147,7 +147,7 @@ def test_several_answers_have_their_own_seeds(make_gateway):
     assert documents[-1]["choices"] == [] and documents[-1]["usage"] == together.json()["usage"]
 
 
-def test_completions_take_texts_and_ids(target, make_gateway):
+def test_completions_accept_texts_and_ids(target, make_gateway):
     gateway = make_gateway()
     ids = target.tokenizer.encode("SELECT name")
     body = {"max_tokens": 8, "temperature": 0}
@@ -159,8 +159,8 @@ def test_completions_take_texts_and_ids(target, make_gateway):
     assert [one["index"] for one in both.json()["choices"]] == [0, 1]
 
 
-def test_a_text_that_makes_a_step_fail_costs_itself_alone(make_gateway, monkeypatch):
-    """The others of its batch go on, with the same texts as before."""
+def test_a_text_that_fails_a_step_fails_alone(make_gateway, monkeypatch):
+    """Other texts of the batch continue unchanged."""
     bodies = [chat(prompt, temperature=0) for prompt in PROMPTS]
     gateway = make_gateway()
     expected = [text_of(one) for one in gateway.ask(CHAT, *bodies)]
@@ -182,7 +182,7 @@ def test_a_text_that_makes_a_step_fail_costs_itself_alone(make_gateway, monkeypa
     assert gateway.metric("specctl:faults_total", part="engine step") >= 1
 
 
-def test_a_batch_that_always_fails_ends_with_errors_and_the_engine_lives(make_gateway, monkeypatch):
+def test_a_batch_that_always_fails_gives_errors_and_the_engine_survives(make_gateway, monkeypatch):
     gateway = make_gateway()
     engine, original = gateway.thread.engine, gateway.thread.engine._round
 
@@ -197,7 +197,7 @@ def test_a_batch_that_always_fails_ends_with_errors_and_the_engine_lives(make_ga
     assert text_of(gateway.ask(CHAT, chat(temperature=0))[0])
 
 
-def test_texts_that_would_wait_too_long_are_refused(make_gateway):
+def test_texts_beyond_the_queue_limit_are_refused(make_gateway):
     gateway = make_gateway(slots=1, waiting=1)
     responses = gateway.ask(CHAT, *[chat(temperature=0)] * 6)
     assert sorted(one.status_code for one in responses) == [200, 200, 429, 429, 429, 429]
@@ -205,11 +205,11 @@ def test_texts_that_would_wait_too_long_are_refused(make_gateway):
     assert refused.headers["retry-after"] == "1" and refused.json()["error"]["code"] == "busy"
 
 
-def test_clients_that_leave_leave_nothing_behind(make_gateway):
-    """Before the first token, within the stream, and while a whole answer is made."""
+def test_clients_that_leave_free_everything(make_gateway):
+    """Before the first token, within a stream, and during a whole answer."""
     gateway = make_gateway(slots=2)
     body = chat("Tell me a long story.", temperature=1.0, max_tokens=1500)
-    draw, left = random.Random(0), []  # `left`: whether the answers that clients left were streams
+    draw, left = random.Random(0), []  # `left`: whether each abandoned answer was a stream
 
     async def leave(http, address, stream):
         try:
@@ -232,7 +232,7 @@ def test_clients_that_leave_leave_nothing_behind(make_gateway):
     assert not gateway.thread._active and gateway.metric("specctl:connections") == 0
 
 
-def test_a_client_library_that_was_written_elsewhere(make_gateway):
+def test_the_openai_client_works(make_gateway):
     openai = pytest.importorskip("openai")
     gateway = make_gateway()
     with served(gateway.app) as address:
@@ -267,20 +267,20 @@ def test_a_client_library_that_was_written_elsewhere(make_gateway):
         assert {one.choices[0].message.content for one in asyncio.run(at_once())} == {text}
 
 
-def test_the_decoder_of_the_thread_is_the_tokenizers(target):
-    """It may be the Rust tokenizer itself."""
+def test_the_decoder_equals_the_tokenizer(target):
+    """The decoder may use the Rust tokenizer directly."""
     ids = target.tokenizer.encode("SELECT a , b . c FROM d ; it 's é\n")
     ids = [*ids, *target.eos_ids, *ids]
     assert decoder(target.tokenizer)(ids) == target.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_thread_that_dies_is_noticed(make_gateway, monkeypatch):
+def test_the_death_of_the_engine_thread_is_noticed(make_gateway, monkeypatch):
     gateway, heard = make_gateway(), threading.Event()
     gateway.thread.on_death = lambda error: (gateway.backend.died(), heard.set())
 
     def end():
-        raise SystemExit  # no Exception, so nothing else catches it
+        raise SystemExit  # not an Exception, so nothing else catches it
 
     monkeypatch.setattr(gateway.thread, "_count_threads", end)
 
@@ -294,9 +294,11 @@ def test_the_thread_that_dies_is_noticed(make_gateway, monkeypatch):
     assert failed.status_code == 500 and health.status_code == refused.status_code == 503
 
 
-def test_log_probabilities_of_completions(make_gateway):
-    """A stream has the offsets of the whole answer, also if a stop string holds text back; the drawn token is
-    among the likely ones."""
+def test_completions_have_log_probabilities(make_gateway):
+    """A stream has the offsets of the whole answer, even if a stop string delays text.
+
+    The drawn token is among the top tokens.
+    """
     body = {"prompt": "SELECT name", "temperature": 1.5, "seed": 1, "max_tokens": 16, "logprobs": 1, "stop": ["e;;;;"]}
     gateway = make_gateway()
     whole, stream = gateway.ask(COMPLETIONS, body, body | {"stream": True})

@@ -1,4 +1,4 @@
-"""Bad requests: OpenAI's error object with the right status, in one line, and nothing else suffers."""
+"""Bad requests get OpenAI's error object with the right status, and later requests succeed."""
 
 import asyncio
 import json
@@ -17,7 +17,8 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture
 def send(make_gateway):
-    """`send(path, content)` → the response to these bytes, after which a good request must still be answered."""
+    """Return `send(content, path, …)`, which sends bytes, checks that a good request still works, and returns the
+    response."""
     gateway = make_gateway(slots=2)
 
     def send(content, path=CHAT, headers=JSON, method="POST"):
@@ -58,8 +59,8 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES)
-def test_bodies_that_are_no_request(send, body):
-    """Nested brackets, surrogates and numbers of 400 digits were tracebacks in the proxies."""
+def test_invalid_bodies_are_refused(send, body):
+    """Nested brackets, surrogates and numbers of 400 digits used to raise."""
     assert error(send(body), 400)["type"] == "invalid_request_error"
 
 
@@ -86,7 +87,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in FIELDS.items() for value in values])
-def test_fields_that_are_wrong_are_named(send, name, value):
+def test_invalid_fields_are_named(send, name, value):
     body = json.dumps({"messages": MESSAGES, "max_tokens": 1} | {name: value}).encode()
     said = error(send(body), 400)
     assert said["param"].partition(".")[0] == name and name in said["message"]
@@ -99,8 +100,8 @@ def test_unknown_fields_are_named(send):
     assert said["param"] == "messages.0.contents"
 
 
-def test_fields_that_ask_for_nothing_are_taken(make_gateway):
-    """Clients written elsewhere send defaults."""
+def test_neutral_values_of_unsupported_fields_are_accepted(make_gateway):
+    """Many clients send default values."""
     neutral = {
         "presence_penalty": 0,
         "frequency_penalty": 0.0,
@@ -118,12 +119,12 @@ PROMPTS = [[], [[]], [-1], [10**9], [10**30], ["a", 1], "", [""], [[1], []], 3, 
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: json.dumps(prompt)[:20])
-def test_prompts_that_are_wrong(send, prompt):
+def test_invalid_prompts_are_refused(send, prompt):
     assert error(send(json.dumps({"prompt": prompt, "max_tokens": 1}).encode(), COMPLETIONS), 400)["param"]
 
 
 @pytest.mark.parametrize("size", [10_000, 4_000_000])
-def test_prompts_that_are_too_long(send, size):
+def test_overlong_prompts_are_refused(send, size):
     for path, body in ((COMPLETIONS, {"prompt": "ab " * size}), (CHAT, chat("ab " * (size // 2)))):
         if len(json.dumps(body)) < LimitsRecipe().body_bytes:
             assert error(send(json.dumps(body).encode(), path), 400)["code"] == "context_length_exceeded"
@@ -131,12 +132,12 @@ def test_prompts_that_are_too_long(send, size):
             error(send(json.dumps(body).encode(), path), 413)
 
 
-def test_a_chat_that_the_template_refuses(send):
+def test_a_chat_refused_by_the_template_is_an_error(send):
     body = chat() | {"chat_template_kwargs": {"messages": []}}
     assert send(json.dumps(body).encode()).status_code in (400, 500)
 
 
-def test_models_that_are_not_there(send):
+def test_unknown_models_are_refused(send):
     assert error(send(json.dumps(chat(model="gpt-4")).encode()), 404)["code"] == "model_not_found"
     assert error(send(b"", "/v1/models/gpt-4", method="GET"), 404)["code"] == "model_not_found"
 
@@ -147,27 +148,27 @@ PATHS += ["/openapi.json", "/collective_rpc", "/v1/chat/completions/", "/metrics
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_paths_that_are_not_named_are_closed(send, path, method):
-    """All of /v1/ reached the engine before, the exchange of its weights included."""
+def test_unknown_paths_are_closed(send, path, method):
+    """All of /v1/ used to reach the engine, including its weight exchange."""
     response = send(b"{}", path, method=method)
     assert response.status_code in (404, 405), response.text
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "GET"])
-def test_methods_that_are_not_named_are_closed(send, method):
+def test_unsupported_methods_are_refused(send, method):
     assert error(send(b"{}", method=method), 405)
 
 
-def test_other_types_of_bodies_are_refused(send):
-    """A page of another site can send these to the loopback without asking."""
+def test_other_content_types_are_refused(send):
+    """A page of another site could send these to the loopback without a preflight request."""
     body = json.dumps(chat()).encode()
     error(send(body, headers={"content-type": "text/plain"}), 415)
     error(send(body, headers={}), 415)
     assert send(body, headers={"content-type": "Application/JSON; charset=utf-8"}).status_code == 200
 
 
-def test_a_long_bad_list_has_one_error(send, monkeypatch):
-    """pydantic collected an error for every element, on the event loop: 8 MiB stopped all clients for minutes."""
+def test_a_long_invalid_list_gives_one_error(send, monkeypatch):
+    """pydantic collected an error per element, and a body of 8 MiB blocked all clients for minutes."""
     counts = []
     real = openai_requests.of_validation
     monkeypatch.setattr(
@@ -187,27 +188,27 @@ def test_a_long_bad_list_has_one_error(send, monkeypatch):
 
 @pytest.mark.parametrize("stop", ["x" * 1025, ["a", "x" * 1025], ["x"] * 17])
 def test_long_stop_strings_are_refused(send, stop):
-    """The search for their beginnings slowed the thread of the engine for everybody."""
+    """Searching for their prefixes slowed the engine thread for all clients."""
     assert error(send(json.dumps({"messages": MESSAGES, "stop": stop})), 400)["param"].startswith("stop")
 
 
-def test_no_argument_of_the_template_call_can_be_set(send):
-    """`padding` and `max_length` made the template's process allocate gigabytes, and `self` was a traceback."""
+def test_arguments_of_the_template_call_cannot_be_set(send):
+    """`padding` and `max_length` used to allocate gigabytes, and `self` raised."""
     for name in signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"kwargs"}:
         body = {"messages": MESSAGES, "chat_template_kwargs": {name: 3}}
         assert error(send(json.dumps(body)), 400)["param"] == "chat_template_kwargs", name
 
 
-def test_a_fault_of_ours_is_an_error_object(make_gateway, monkeypatch):
-    """It was a page of plain text."""
+def test_an_internal_error_is_an_error_object(make_gateway, monkeypatch):
+    """It used to be a page of plain text."""
     gateway = make_gateway()
     monkeypatch.setattr(gateway.backend, "_check_model", lambda asked: 1 / 0)
     (response,) = gateway.ask(CHAT, chat(max_tokens=2))
     assert error(response, 500)["type"] == "server_error"
 
 
-def test_health_is_told_while_the_gateway_is_full(make_gateway):
-    """A flood of requests looked like a failed engine to a supervisor."""
+def test_health_is_answered_while_the_gateway_is_full(make_gateway):
+    """A flood of requests used to look like a failed engine to a supervisor."""
     gateway = make_gateway(limits=LimitsRecipe(requests=1))
     gateway.app.in_flight = 1
 
@@ -220,8 +221,8 @@ def test_health_is_told_while_the_gateway_is_full(make_gateway):
     assert (health.status_code, models.status_code) == (200, 503)
 
 
-def test_equal_prompts_get_texts_of_their_own(make_gateway):
-    """Without a seed, all texts of one list of prompts began with the same random numbers."""
+def test_equal_prompts_get_different_texts(make_gateway):
+    """Without a seed, all texts of a list used to start with the same random numbers."""
     ask = {"prompt": ["SELECT"] * 6, "temperature": 1.5, "max_tokens": 12}
     free, seeded = make_gateway().ask(COMPLETIONS, ask, ask | {"seed": 3})
     texts = [[choice["text"] for choice in one.json()["choices"]] for one in (free, seeded)]

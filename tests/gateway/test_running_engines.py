@@ -1,4 +1,4 @@
-"""The proxy: clients see the engine's answers, the log has what they do not see, and nothing else gets through."""
+"""The proxy: clients get the engine's answers, the log also has ids and counters, other paths are closed."""
 
 import asyncio
 import contextlib
@@ -26,13 +26,13 @@ from specctl.gateway.metrics import Meter
 from specctl.gateway.running_engines import RunningEngines
 from specctl.gateway.sse import EventResponse
 
-PATIENCE_S = 60  # on a busy machine a process starts slowly
+PATIENCE_S = 60  # processes start slowly on a busy machine
 
 WORDS = ["SEL", "ECT", " a\u2028b\x85", " é"]
 
 
 class Engine:
-    """Answers chats as vLLM does: token ids and counters where they are asked for, and not elsewhere."""
+    """A fake vLLM that returns token ids and counters on request."""
 
     def __init__(self, pause=0.0):
         self.pause, self.bodies, self.headers, self.ended = pause, [], [], 0
@@ -76,7 +76,7 @@ class Engine:
 
 @contextmanager
 def running(*options):
-    """The address of a gateway in a process of its own."""
+    """Run a gateway process and yield its address."""
     with proxy_process.running(*options) as gateway:
         yield gateway.address
         gateway.check()
@@ -128,7 +128,7 @@ def chat(**fields):
     return {"model": "toy", "messages": [{"role": "user", "content": "x"}], **fields}
 
 
-def test_an_answer_is_what_the_engine_would_have_said(engine, address, log):
+def test_clients_get_the_unmodified_answer_and_the_log_gets_ids(engine, address, log):
     before = len(lines(log))
     answer = httpx.post(f"{address}/v1/chat/completions", json=chat(), headers={"Authorization": "Bearer secret"})
     (choice,) = answer.json()["choices"]
@@ -142,7 +142,7 @@ def test_an_answer_is_what_the_engine_would_have_said(engine, address, log):
 
 
 @pytest.mark.parametrize("usage", [False, True])
-def test_a_stream_comes_piece_by_piece_as_it_would(engine, address, log, usage):
+def test_a_stream_is_forwarded_unmodified_and_logged(engine, address, log, usage):
     before = len(lines(log))
     body = chat(stream=True) | ({"stream_options": {"include_usage": True}} if usage else {})
     with httpx.stream("POST", f"{address}/v1/chat/completions", json=body) as answer:
@@ -155,7 +155,7 @@ def test_a_stream_comes_piece_by_piece_as_it_would(engine, address, log, usage):
     assert row["response"]["choices"][0]["token_ids"] == [5, 6, 7, 8] and row["response"]["metrics"]
 
 
-def test_a_client_library_that_was_written_elsewhere(address):
+def test_the_openai_client_works(address):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
     ask = {"model": "toy", "messages": [{"role": "user", "content": "x"}]}
@@ -167,7 +167,7 @@ def test_a_client_library_that_was_written_elsewhere(address):
         client.chat.completions.create(model="toy", messages=[])
 
 
-def test_refusals_and_other_pages_pass_through_and_are_not_kept(address, log):
+def test_refusals_and_other_pages_pass_through_and_are_not_logged(address, log):
     before = len(lines(log))
     assert httpx.post(f"{address}/v1/chat/completions", json=chat(messages=[])).status_code == 400
     assert httpx.get(f"{address}/v1/models?a=b%20c").json()["asked"] == "a=b%20c"
@@ -175,14 +175,14 @@ def test_refusals_and_other_pages_pass_through_and_are_not_kept(address, log):
     assert len(lines(log)) == before
 
 
-def test_nothing_that_changes_an_engine_gets_through(address):
+def test_paths_that_change_an_engine_are_closed(address):
     assert httpx.post(f"{address}/pause").status_code == 404
     assert httpx.post(f"{address}//pause").status_code == 404
     assert httpx.post(f"{address}/v1/../pause").status_code == 404
     assert httpx.post(f"{address}/v1/%2e%2e/pause").status_code == 404
 
 
-def test_a_client_that_leaves_ends_the_work(tmp_path):
+def test_a_client_that_leaves_ends_the_generation(tmp_path):
     engine = Engine(pause=0.2)
     log = tmp_path / "log"
     with served(engine) as url, running("127.0.0.1:0", {url: "vllm"}, log, 2**20) as address:
@@ -196,7 +196,7 @@ def test_a_client_that_leaves_ends_the_work(tmp_path):
     assert not lines(log)
 
 
-def test_requests_are_finished_when_it_ends(tmp_path):
+def test_requests_finish_when_the_gateway_stops(tmp_path):
     engine = Engine(pause=0.3)
     got = []
     with served(engine) as url:
@@ -214,7 +214,7 @@ def test_requests_are_finished_when_it_ends(tmp_path):
     assert got[0].endswith("data: [DONE]\n\n") and len(lines(tmp_path / "log")) == 1
 
 
-def test_engines_share_the_requests_and_stand_in_for_one_that_is_gone(tmp_path):
+def test_engines_share_requests_and_replace_a_missing_one(tmp_path):
     one, other = Engine(pause=0.2), Engine(pause=0.2)
     with served(one) as url, served(other) as second:
         servers = {url: "vllm", second: "vllm", "http://127.0.0.1:1": "vllm"}
@@ -231,7 +231,7 @@ def test_engines_share_the_requests_and_stand_in_for_one_that_is_gone(tmp_path):
     assert codes == [200] * 6 and min(len(one.bodies), len(other.bodies)) >= 2
 
 
-def test_no_engine_and_no_place(tmp_path):
+def test_no_engine_gives_502_and_a_used_address_is_refused(tmp_path):
     with running("127.0.0.1:0", {"http://127.0.0.1:1": "vllm"}, tmp_path / "log", 2**20) as address:
         with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20), timeout=PATIENCE_S) as http:
             assert http.get(f"{address}/v1/models").status_code == 502
@@ -242,7 +242,7 @@ def test_no_engine_and_no_place(tmp_path):
             pass
 
 
-def test_a_log_that_begins_anew_is_private_too(tmp_path):
+def test_a_rotated_log_is_private(tmp_path):
     log = traffic_log.opened(tmp_path / "log", 100)
     for number in range(10):
         log.info(json.dumps({"number": number, "text": "x" * 30}))
@@ -251,7 +251,7 @@ def test_a_log_that_begins_anew_is_private_too(tmp_path):
     assert all(path.stat().st_mode & 0o077 == 0 and path.stat().st_size <= 100 for path in files)
 
 
-def test_a_log_is_private_whatever_was_there(tmp_path, pipe):
+def test_an_existing_log_becomes_private_and_links_are_refused(tmp_path, pipe):
     (tmp_path / "log").write_text("")
     (tmp_path / "log").chmod(0o644)
     traffic_log.close(traffic_log.opened(tmp_path / "log", 100))
@@ -265,8 +265,8 @@ def test_a_log_is_private_whatever_was_there(tmp_path, pipe):
     assert not (tmp_path / "victim").exists()
 
 
-def test_a_log_of_another_user_is_not_written(tmp_path, monkeypatch):
-    """Where others can write the directory, one of them could make the file first and read it."""
+def test_a_log_file_of_another_user_is_refused(tmp_path, monkeypatch):
+    """In a shared directory, another user could create the file first and read it."""
     (tmp_path / "log").write_text("")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(PermissionError, match="file of another user"):
@@ -284,8 +284,8 @@ class Full(io.StringIO):
         return super().write(text)
 
 
-def test_a_full_disk_is_told_of_once_and_without_words(tmp_path, capfd):
-    """Logging's own way is to print the record, which is what a client has written."""
+def test_a_full_disk_is_reported_once_without_the_text(tmp_path, capfd):
+    """Python's logging would print the record, with the client's text."""
     log = traffic_log.opened(tmp_path / "log", 2**20)
     (handler,) = log.handlers
     handler.stream.close()
@@ -300,7 +300,7 @@ def test_a_full_disk_is_told_of_once_and_without_words(tmp_path, capfd):
 
 
 class Torn(Full):
-    """One that takes the beginning of a line before it is full."""
+    """A file that takes the beginning of a line before the disk is full."""
 
     def write(self, text):
         if self.full:
@@ -308,7 +308,7 @@ class Torn(Full):
         return super().write(text)
 
 
-def test_half_a_line_on_a_full_disk_spoils_no_later_line(tmp_path):
+def test_a_torn_line_does_not_spoil_later_lines(tmp_path):
     log = traffic_log.opened(tmp_path / "log", 2**20)
     (handler,) = log.handlers
     handler.stream.close()
@@ -319,14 +319,14 @@ def test_half_a_line_on_a_full_disk_spoils_no_later_line(tmp_path):
     assert handler.stream.getvalue().splitlines()[-1] == "{}"
 
 
-def test_the_process_of_the_gateway_starts_without_torch():
-    """Clients wait for it, and torch takes seconds and 200 MB."""
+def test_the_gateway_process_does_not_import_torch():
+    """torch takes seconds and 200 MB, while clients wait."""
     code = "import sys, specctl.gateway.proxy_process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_addresses_are_no_arguments_of_the_process(tmp_path):
-    """All users can read these, and an address may hold a password."""
+def test_addresses_are_not_on_the_command_line(tmp_path):
+    """All users can read command lines, and an address may contain a password."""
     servers = {"http://me:HUSH@127.0.0.1:1": "vllm"}
     with running("127.0.0.1:0", servers, tmp_path / "log", 2**20) as address:
         with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20), timeout=PATIENCE_S) as http:
@@ -335,8 +335,8 @@ def test_addresses_are_no_arguments_of_the_process(tmp_path):
     assert any("specctl.gateway.proxy_process" in one for one in commands) and "HUSH" not in str(commands)
 
 
-def test_a_server_that_fails_is_asked_last_for_a_while(tmp_path):
-    """Where its address leads nowhere every request would wait for it first."""
+def test_a_failed_server_is_asked_last_for_a_while(tmp_path):
+    """Otherwise every request would wait for it first."""
     now, rest = time.monotonic(), None
     for seconds in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
         rest = running_engines.Backoff.after(rest)
@@ -348,8 +348,8 @@ def test_a_server_that_fails_is_asked_last_for_a_while(tmp_path):
 
 
 @pytest.mark.parametrize("version", ["2.3", "2.4"])
-def test_a_client_that_leaves_before_its_stream_begins_is_noticed(version):
-    """Its server would count as busy with it for ever."""
+def test_a_client_that_leaves_before_its_stream_is_noticed(version):
+    """Otherwise its server would count as busy forever."""
     ended = []
 
     async def done():

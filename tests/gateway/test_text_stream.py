@@ -1,4 +1,4 @@
-"""The streamed parts of a text add up to the text, for any split into tokens, and contain no stop string."""
+"""Streamed parts add up to the text for any split into tokens, without stop strings."""
 
 import random
 
@@ -15,8 +15,8 @@ def decode(target):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_parts_are_the_text(target, decode, text):
-    """Bytes of one character may lie in several tokens."""
+def test_parts_add_up_to_the_text(target, decode, text):
+    """The bytes of a character may span several tokens."""
     ids = target.tokenizer.encode(text, add_special_tokens=False)
     whole = target.tokenizer.decode(ids, skip_special_tokens=True)
     draw = random.Random(0)
@@ -30,7 +30,7 @@ def test_the_parts_are_the_text(target, decode, text):
         assert "".join(parts) == whole == stream.text and not any("\ufffd" in part for part in parts)
 
 
-def test_tokens_of_no_character_are_shown_at_the_end(target, decode):
+def test_an_incomplete_character_is_shown_at_the_end(target, decode):
     ids = target.tokenizer.encode("🙂", add_special_tokens=False)
     assert len(ids) > 1, "the toy's tokenizer has it in bytes"
     stream = TextStream(decode)
@@ -44,7 +44,7 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(target, decode, stops):
     text = "SELECT name FROM pets;"
     ids = target.tokenizer.encode(text, add_special_tokens=False)
     found = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
-    end, first = min(found, default=(len(text), ""))  # the one that is complete first
+    end, first = min(found, default=(len(text), ""))  # the first stop string to be complete
     expected = text[: end - len(first)]
     for size in (1, 2, 3, len(ids)):
         stream, parts = TextStream(decode, stops), []
@@ -57,15 +57,15 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(target, decode, stops):
         assert (stream.stopped in stops) == bool(found) and stream.used <= len(ids)
 
 
-def test_tokens_after_a_stop_string_are_not_used(target, decode):
+def test_tokens_after_a_stop_string_are_not_counted(target, decode):
     ids = target.tokenizer.encode("one two three four", add_special_tokens=False)
     stream = TextStream(decode, ["two"])
     stream.add(ids)
     assert stream.used < len(ids) and stream.text == "one "
 
 
-def test_the_held_end_is_the_longest_beginning_of_a_stop_string():
-    """Against the definition, on random texts of two letters."""
+def test_the_held_part_is_the_longest_prefix_of_a_stop_string():
+    """Compared with the definition on random texts of two letters."""
     draw = random.Random(1)
     for _ in range(2000):
         stops = ["".join(draw.choices("ab", k=draw.randint(1, 6))) for _ in range(draw.randint(1, 3))]

@@ -1,4 +1,4 @@
-"""Tools in the gateway's own engine: they reach the chat template, and calls in the answer's text become calls."""
+"""Tools with the gateway's own engine: they are rendered by the chat template, and calls in the text are parsed."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ TWO = ONE + '\n<tool_call>{"name": "open_file", "arguments": {}}</tool_call>\n'
 
 
 class Scripted(EngineThread):
-    """A thread that answers with a given text, in pieces, and records the ids of its prompts."""
+    """An engine thread that answers with a given text in pieces and records its prompts."""
 
     text, size, finish = "", 3, "stop"
 
@@ -42,7 +42,7 @@ class Scripted(EngineThread):
 
 @pytest.fixture
 def script(target, monkeypatch):
-    """`script(text)` → the application of a model that writes this text, and the thread."""
+    """Return `make(text)`: the application of a model that writes this text, and its thread."""
     monkeypatch.setattr(target.tokenizer, "chat_template", HERMES)
 
     def make(text, size=3, finish="stop"):
@@ -55,8 +55,8 @@ def script(target, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_calls_by_the_openai_client(script, target, size):
-    """The conversation goes on with the calls and their results, as an agent does."""
+def test_the_openai_client_gets_tool_calls(script, target, size):
+    """The conversation continues with the calls and their results, as an agent would."""
     openai = pytest.importorskip("openai")
     app, thread = script("I look.\n" + TWO, size)
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Weather?"}]
@@ -111,21 +111,21 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_another_form_stays_text(script, name):
-    """An answer that only looks like a call must arrive whole, in a stream, too."""
+def test_text_in_another_form_stays_text(script, name):
+    """Text that resembles a call must arrive completely, also in a stream."""
     text = "So: \n" + OTHER[name]
     app, _ = script(text, 5)
     whole, parts = answers(app, chat(tools=TOOLS))
     assert whole["message"] == {"role": "assistant", "content": text} and whole["finish_reason"] == "stop"
     assert "".join(part["delta"].get("content", "") for part in parts) == text
     assert parts[-1]["finish_reason"] == "stop" and not any("tool_calls" in part["delta"] for part in parts)
-    app, _ = script(TWO, 5, "length")  # cut: the last call may be incomplete
+    app, _ = script(TWO, 5, "length")  # truncated, so the last call may be incomplete
     whole, parts = answers(app, chat(tools=TOOLS))
     assert whole["message"]["content"] == TWO == "".join(part["delta"].get("content", "") for part in parts)
 
 
 def answers(app, body):
-    """The choice of a whole answer, and the choices of a stream's pieces."""
+    """Return the choice of a whole answer, and the choices of a stream."""
     import httpx
 
     async def work():
@@ -138,8 +138,8 @@ def answers(app, body):
     return whole.json()["choices"][0], [piece["choices"][0] for piece in pieces]
 
 
-def test_text_of_any_pieces_is_held_back_only_for_calls():
-    """Held text must come at the end, in order and once."""
+def test_text_is_held_back_only_for_calls():
+    """Held text is sent at the end, in order and once."""
     for text in ("a < b <t <tool_call x", "ends with space \n ", "<", TWO, "x" + TWO):
         for size in (1, 2, 11, 99):
             held = HeldCalls()
@@ -152,7 +152,7 @@ def test_text_of_any_pieces_is_held_back_only_for_calls():
 
 
 def test_streamed_calls_are_whole_in_the_log(script):
-    """The log had the fragments of arguments as calls of their own."""
+    """The log used to contain fragments of arguments as separate calls."""
     app, _ = script("I look.\n" + TWO, 5)
     whole, parts = answers(app, chat(tools=TOOLS))
     first, rest = parts[-1]["delta"]["tool_calls"][0], parts[-1]["delta"]["tool_calls"][1:]
@@ -179,7 +179,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in FAULTS.items() for value in values])
-def test_faults_are_named(script, name, value):
+def test_invalid_fields_are_named(script, name, value):
     import httpx
 
     app, _ = script("x")
@@ -193,8 +193,8 @@ def test_faults_are_named(script, name, value):
     assert response.status_code == 400 and error["param"].partition(".")[0] == name and name in error["message"]
 
 
-def test_text_parts_and_arguments_of_the_template(script, target, monkeypatch):
-    """Parts were joined for templates that go through them."""
+def test_text_parts_and_template_options_reach_the_template(script, target, monkeypatch):
+    """Parts used to be joined, even for templates that loop over them."""
     monkeypatch.setattr(target.tokenizer, "chat_template", PARTS + "{{ mode }}{{ tools }}")
     app, thread = script("x")
     content = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
