@@ -1,4 +1,4 @@
-"""Run directories as the commands leave them, small."""
+"""Small run directories with the files that commands write."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from specctl.training.outcome import TrainResult
 
 
 def filled(kind, **given):
-    """The library's own dataclass as a document, None wherever nothing is given: a renamed field fails here."""
+    """Return a library dataclass as a document, with None for fields not given, so that a renamed field fails."""
     return dataclasses.asdict(kind(**{field.name: given.get(field.name) for field in dataclasses.fields(kind)}))
 
 
@@ -28,7 +28,7 @@ def record(drafter, accepted, offered):
 
 @pytest.fixture
 def make_run(tmp_path):
-    """`make_run("eval-1", "eval", result, …)` → the directory; `result` None leaves the file out."""
+    """Return `make(name, command, result, …)`, which writes a run. Without a result, result.json is omitted."""
 
     def make(name, command, result, *, started="2026-01-01T00:00:00+0000", recipe=None, info=None, **files):
         directory = tmp_path / name
@@ -55,7 +55,7 @@ def make_run(tmp_path):
 
 @pytest.fixture
 def eval_run(make_run):
-    """`eval_run("e", mat=3.0)`: a drafter and plain decoding, with records."""
+    """Return `make(name, …)`, which writes an eval run of a drafter and plain decoding, with records."""
 
     def make(name="e", drafter="sql-head", mat=2.0, **more):
         rows = [eval_row(drafter, mat=mat, speedup=1.5, speedup_interval=(1.2, 1.9)), eval_row("vanilla", mat=1.0)]

@@ -1,4 +1,4 @@
-"""Reading run directories: what is taken, what is refused, and in which words."""
+"""Reading run directories: accepted and refused content, with messages."""
 
 import json
 
@@ -19,14 +19,14 @@ def test_a_run_named_twice_is_read_once(eval_run):
 
 
 def test_the_newest_run_is_the_last_started(eval_run, tmp_path):
-    """Names begin with the command, and copies have new file times: neither says which run is the newest."""
+    """Names start with the command, and copies have new file times, so neither decides."""
     eval_run("runs/z", started="2026-01-01T10:00:00+0000")
     newest = eval_run("runs/a", started="2026-01-01T09:30:00-0100")
     (tmp_path / "runs" / "report-of-something").mkdir()
     assert collect.newest(tmp_path / "runs") == newest
 
 
-def test_no_runs_at_all(tmp_path):
+def test_no_runs_are_an_error(tmp_path):
     with pytest.raises(UsageError, match="no run directory"):
         collect.newest(tmp_path / "runs")
 
@@ -41,26 +41,26 @@ def test_a_broken_document_is_named(eval_run, name, text):
     assert caught.value.exit_code == 1
 
 
-def test_half_a_surrogate_pair_can_be_written_again(make_run):
+def test_a_lone_surrogate_is_replaced(make_run):
     (run,) = collect.read([make_run("x", "eval", {"name": "a\ud800"})])
     assert run.result["name"].encode() == b"a?"
 
 
 @pytest.mark.parametrize("name", ["nowhere", "file", "empty"])
-def test_what_is_no_run_directory(tmp_path, name):
+def test_paths_that_are_not_run_directories_are_refused(tmp_path, name):
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=name):
         collect.read([tmp_path / name])
 
 
-def test_a_directory_of_runs_says_how_to_name_them(eval_run, tmp_path):
+def test_a_directory_of_runs_gets_a_hint(eval_run, tmp_path):
     eval_run("runs/a")
     with pytest.raises(UsageError, match=r"specctl report .*runs/\*"):
         collect.read([tmp_path / "runs"])
 
 
-def test_what_is_missing_is_noted(train_run):
+def test_missing_files_are_noted(train_run):
     directory = train_run(finished=False)
     (directory / "recipe.resolved.yaml").unlink()
     (run,) = collect.read([directory])
@@ -68,7 +68,7 @@ def test_what_is_missing_is_noted(train_run):
     assert [note.split(":")[0] for note in run.notes] == ["there is no recipe.resolved.yaml", "there is no result.json"]
 
 
-def test_lines_that_cannot_be_read_are_left_out_and_counted(train_run):
+def test_unreadable_lines_are_skipped_and_counted(train_run):
     directory = train_run()
     path = directory / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff\xfe\n[1]\n{"step": 2}\n{"st')
@@ -78,13 +78,13 @@ def test_lines_that_cannot_be_read_are_left_out_and_counted(train_run):
 
 
 @pytest.mark.parametrize("recipe", ["a: [", "- 1", "", "just text"])
-def test_a_recipe_that_is_none(eval_run, recipe):
+def test_an_invalid_recipe_has_no_keys(eval_run, recipe):
     directory = eval_run()
     (directory / "recipe.resolved.yaml").write_text(recipe)
     (run,) = collect.read([directory])
     assert run.keys() == {}
 
 
-def test_flat():
+def test_flat_joins_nested_keys():
     assert dict(collect.flat({"a": {"b": 1, "c": {}}, "d": [2]})) == {"a.b": 1, "a.c": {}, "d": [2]}
     assert json.loads(json.dumps(dict(collect.flat({})))) == {}

@@ -1,4 +1,4 @@
-"""Line pictures, bars and looks, by what is on the figure."""
+"""Line charts, bars and styles, checked by the objects on the figure."""
 
 import math
 
@@ -17,7 +17,7 @@ def drawn(figure):
     return [line for axes in figure.axes for line in axes.get_lines()]
 
 
-def test_a_legend_only_where_there_is_something_to_tell_apart():
+def test_a_legend_is_drawn_only_for_several_lines():
     looks = Looks()
     one, two = (Curve(name, [1, 2], [1.0, 2.0], looks[name]) for name in ("_a", "b"))
     assert curves.lines([Panel("y", [one])], "x").legends == []
@@ -26,7 +26,7 @@ def test_a_legend_only_where_there_is_something_to_tell_apart():
 
 
 @pytest.mark.parametrize("name", ["$a_b", "a$^{$", "", "\n", "模型", "x" * 500])
-def test_any_name_is_drawn(name):
+def test_any_name_can_be_drawn(name):
     looks = Looks()
     line, bar = Curve(name, [1], [1.0], looks[name]), Bar(name, 1.0, (0.5, 1.5), looks[name])
     other = Curve("other", [1], [math.nan], looks["other"])
@@ -43,13 +43,13 @@ def test_long_names_keep_both_ends():
     assert short("a" * 40 + "b" * 40) == "a" * 17 + "…" + "b" * 18
 
 
-def test_batches_stand_at_their_powers_of_two():
+def test_batch_ticks_are_powers_of_two():
     look = Looks()["a"]
     axes = curves.lines([Panel("y", [Curve("a", [1, 8], [1.0, 2.0], look)])], "batch", powers_of_two=True).axes[0]
     assert list(axes.get_xticks()) == [1, 8]
 
 
-def test_noise_is_behind_one_line_and_left_out_of_several():
+def test_a_noisy_line_is_shown_behind_its_mean_only_if_alone():
     looks = Looks()
     x, y = list(range(100)), list(np.random.default_rng(0).random(100))
     noisy = [Curve(name, x, y, looks[name], noisy=True) for name in "ab"]
@@ -57,14 +57,14 @@ def test_noise_is_behind_one_line_and_left_out_of_several():
     assert len(drawn(curves.lines([Panel("y", noisy)], "x"))) == 2
 
 
-def test_a_line_of_many_points_is_thinned():
+def test_a_line_with_many_points_is_thinned():
     look = Looks()["a"]
     (line,) = drawn(curves.lines([Panel("y", [Curve("a", range(100_000), np.zeros(100_000), look)])], "x"))
     assert len(line.get_xdata()) <= curves.MOST_POINTS
 
 
 @given(st.lists(st.one_of(st.just(math.nan), st.floats(-1e3, 1e3)), max_size=30), st.integers(1, 9))
-def test_running_mean_is_that_of_what_is_known_around(values, window):
+def test_the_running_mean_skips_missing_values(values, window):
     made = running_mean(values, window)
     for index in range(len(values)):
         around = values[max(index - window // 2, 0) : index + window // 2 + 1]
@@ -72,7 +72,7 @@ def test_running_mean_is_that_of_what_is_known_around(values, window):
         assert made[index] == pytest.approx(np.mean(known), abs=1e-6) if known else math.isnan(made[index])
 
 
-def test_a_name_keeps_its_look_and_lookalikes_differ():
+def test_a_name_keeps_its_style_and_styles_differ():
     looks = Looks()
     names = [f"drafter {n}" for n in range(4 * len(COLOURS))]
     seen = [looks[name] for name in names] + [looks[f"{name} #2"] for name in names[: 2 * len(COLOURS)]]
@@ -81,7 +81,7 @@ def test_a_name_keeps_its_look_and_lookalikes_differ():
     assert looks["drafter 3 #2"].colour == looks["drafter 3"].colour
 
 
-def test_baselines_are_grey_and_take_no_colour():
+def test_baselines_are_gray_and_use_no_color():
     looks = Looks()
     assert looks["vanilla"].colour == looks["vanilla #2"].colour == looks["transformers"].colour
     assert looks["transformers+lookup"].colour == looks["vanilla"].colour
@@ -89,7 +89,7 @@ def test_baselines_are_grey_and_take_no_colour():
     assert looks["first"].colour == COLOURS[0]
 
 
-def test_bars_of_a_name_are_in_the_same_row_of_all_panels():
+def test_bars_of_a_name_share_a_row_in_all_panels():
     looks = Looks()
     panels = {
         "sql": [Bar("a", 1, None, looks["a"]), Bar("b", 2, (1, 3), looks["b"])],
@@ -107,5 +107,5 @@ def test_shares_fill_the_row():
     assert widths == [0.25, 0.75, 0.0, 0.0]
 
 
-def test_runs_of_one_drafter_stand_beside_one_another():
+def test_runs_of_one_drafter_are_adjacent():
     assert grouped_names(["a #1", "b #1", "a #2", "c", "b #2", "a #1"]) == ["a #1", "a #2", "b #1", "b #2", "c"]

@@ -1,4 +1,4 @@
-"""Escaping, where it is done; and what tables show."""
+"""HTML escaping, and the formatting of tables."""
 
 import pytest
 

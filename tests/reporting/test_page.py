@@ -1,4 +1,4 @@
-"""The page as a browser gets it: whole, readable, and with nothing in it that its data could have put there."""
+"""The HTML page is complete and readable, and its data cannot add markup."""
 
 import base64
 from html.parser import HTMLParser
@@ -10,7 +10,7 @@ BAD = "<script>alert(1)</script>"
 
 
 class Outside(HTMLParser):
-    """Collects what a browser would fetch or run."""
+    """Collect what a browser would fetch or run."""
 
     def __init__(self):
         super().__init__()
@@ -21,8 +21,8 @@ class Outside(HTMLParser):
         self.sources += [value for name, value in attributes if name in ("src", "href", "srcset", "data", "style")]
 
 
-def test_the_page_needs_nothing_else(eval_run, train_run, select_run):
-    """All pictures are drawn here, and are inside the page."""
+def test_the_page_is_self_contained(eval_run, train_run, select_run):
+    """All pictures are drawn here and embedded in the page."""
     result = api.report([eval_run(), train_run(), select_run()], eval_run("x") / "out")
     page = Path(result.report).read_text()
     parser = Outside()
@@ -42,8 +42,8 @@ def test_the_page_says_how_to_repeat_the_run(eval_run):
         assert said in page
 
 
-def test_names_from_data_are_text(eval_run, make_run):
-    """A pool's directory, a domain or a recipe may be called anything."""
+def test_names_from_data_are_escaped(eval_run, make_run):
+    """Directories, domains and recipes may have any name."""
     argv = ["specctl", BAD]
     runs = [
         eval_run("a", drafter=BAD, recipe={"x": f'"{BAD}"'}, info={"argv": argv, "hardware": {BAD: BAD}, "git": BAD}),

@@ -1,4 +1,4 @@
-"""The heat map, checked by what is on the figure, not by its pixels."""
+"""The heat map, checked by the objects on the figure."""
 
 import csv
 import io
@@ -25,7 +25,7 @@ MATRIX = {
 
 
 def cells(figure):
-    """(column, row) → text, of the main axes; y runs down."""
+    """Return (column, row) → text of the main axes; rows count downwards."""
     return {
         (int(text.get_position()[0]), int(text.get_position()[1])): text.get_text() for text in figure.axes[0].texts
     }
@@ -47,7 +47,7 @@ def test_the_best_of_each_column_is_framed():
     assert frames(plots.heat_map(MATRIX)) == {(0, 0), (1, 1), (2, 0), (3, 0)}
 
 
-def test_axes_and_colours_are_labelled():
+def test_axes_and_color_bar_are_labeled():
     figure = plots.heat_map(MATRIX, "target builtin")
     axes, bar = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["sql-head", "chat-head", "vanilla"]
@@ -56,8 +56,8 @@ def test_axes_and_colours_are_labelled():
     assert "tokens per pass of the target (target builtin)" in figure.get_suptitle()
 
 
-def test_text_is_readable_on_its_cell():
-    """White on pale yellow cannot be read."""
+def test_text_contrasts_with_its_cell():
+    """White on pale yellow is unreadable."""
     axes = plots.heat_map(MATRIX).axes[0]
     colours = {text.get_text(): text.get_color() for text in axes.texts}
     assert colours["3.00"] == "white"
@@ -65,7 +65,7 @@ def test_text_is_readable_on_its_cell():
 
 
 def test_the_png_has_the_size_of_its_figure(tmp_path):
-    """A figure of many domains must not be squeezed into a default size."""
+    """A figure with many domains must not be shrunk to a default size."""
     figure = plots.heat_map(MATRIX | {"drafters": ["a" * 40, "b"]} | {"best": ["b"] * 3, "best_macro": None})
     written = plots.save(figure, tmp_path / "m.png").read_bytes()
     assert written[:8] == b"\x89PNG\r\n\x1a\n"
@@ -74,27 +74,27 @@ def test_the_png_has_the_size_of_its_figure(tmp_path):
     assert size[0] > plots.heat_map(MATRIX).get_size_inches()[0] * plots.DPI
 
 
-def test_a_very_tall_figure_is_still_a_picture():
-    """matplotlib refuses images of more than 65,536 pixels; the bars of a hundred runs would need more."""
+def test_a_very_tall_figure_is_scaled_down():
+    """matplotlib refuses more than 65,536 pixels; the bars of a hundred runs would need more."""
     image = plots.png(Figure(figsize=(2, 600)))
     assert int.from_bytes(image[20:24]) == pytest.approx(plots.LARGEST, abs=2)
 
 
 @pytest.mark.parametrize("name", ["$a_b", "a$^{$", "_^\\"])
-def test_names_are_no_formulas(tmp_path, name):
-    """matplotlib reads $…$ as mathematics and fails on what is none."""
+def test_names_are_not_read_as_formulas(tmp_path, name):
+    """matplotlib reads $…$ as math and fails on invalid math."""
     matrix = MATRIX | {"drafters": [name, "x"], "best": [name] * 3, "best_macro": name}
     plots.save(plots.heat_map(matrix, name), tmp_path / "m.png")
 
 
-def test_nothing_measured_and_one_value_are_drawn(tmp_path):
+def test_a_single_or_missing_value_is_drawn(tmp_path):
     for value in (None, 2.0):
         one = {"drafters": ["a"], "baselines": [], "domains": ["sql"], "values": [[value]], "macro": [value]}
         matrix = MATRIX | one | {"best": [value and "a"], "best_macro": value and "a"}
         plots.save(plots.heat_map(matrix), tmp_path / "m.png")
 
 
-def test_no_display_and_no_global_figures(monkeypatch):
+def test_pyplot_is_not_used(monkeypatch):
     """pyplot picks a backend and keeps every figure alive."""
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     plots.heat_map(MATRIX)
@@ -113,13 +113,13 @@ def test_a_document_with_a_matrix_gets_its_files(tmp_path):
 
 
 @pytest.mark.parametrize("document", [{}, {"matrix": None}])
-def test_other_documents_get_none(tmp_path, document):
+def test_a_document_without_a_matrix_gets_none(tmp_path, document):
     plots.write_matrix(document, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_cell_of_a_table_is_a_formula():
-    """A drafter's name is its author's: spreadsheets compute what begins with = + - @."""
+def test_csv_cells_are_not_formulas():
+    """Drafter names are user input, and spreadsheets evaluate cells that start with = + - @."""
     cells = ["=1+1", "+a", "-a", "@a", "\t=1", "\r=1", "-1.5", "-3;4e-5", "a=b", -2.5, None, ["-x", "y"]]
     (head, row) = csv.reader(io.StringIO(to_csv(["=name"] + ["x"] * 11, [cells]), newline=""))
     assert head[0] == "'=name"

@@ -1,4 +1,4 @@
-"""What a report holds for each command, from small run directories."""
+"""The report of each command, from small run directories."""
 
 import csv
 import json
@@ -23,12 +23,12 @@ DOT = b"\x89PNG\r\n\x1a\n" + bytes(8) + (160).to_bytes(4) * 2
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
-    """Figures are made, not drawn: that takes most of the time, and test_page.py does it for every kind of picture."""
+    """Skip rendering, which takes most of the time; test_page.py renders every kind of picture."""
     monkeypatch.setattr(plots, "png", lambda figure: DOT)
 
 
 def made(result):
-    """Names of the pictures and of the tables."""
+    """Return the names of pictures and tables."""
     return [Path(path).name for path in result.pictures], [Path(path).name for path in result.tables]
 
 
@@ -37,7 +37,7 @@ def read_csv(result, name):
     return list(csv.reader(Path(path).open()))
 
 
-def test_eval(eval_run):
+def test_the_report_of_an_eval(eval_run):
     result = api.report([eval_run()], csv=True)
     pictures, tables = made(result)
     assert pictures == ["eval-mat.png", "eval-speedup.png", "eval-acceptance.png"]
@@ -45,11 +45,11 @@ def test_eval(eval_run):
     head, drafter, vanilla = read_csv(result, "eval-rows.csv")
     assert drafter[: head.index("mat, 95 %") + 1] == ["sql-head", "sql", "4", "2.0", "1.5;2.5"]
     assert vanilla[0] == "vanilla"
-    # Pooled over texts; depth 3 was offered 5 times, which says nothing.
+    # pooled over texts; depth 3 was offered only 5 times and is left out
     assert read_csv(result, "eval-acceptance.csv") == [["drafter", "1", "2", "3"], ["sql-head", "0.75", "0.15", ""]]
 
 
-def test_two_evals_side_by_side(eval_run):
+def test_two_evals_are_compared(eval_run):
     runs = [eval_run("a", mat=2.0, recipe={"limit": 4}), eval_run("b", mat=3.0, recipe={"limit": 8})]
     result = api.report(runs, runs[0].parent / "out", csv=True)
     assert read_csv(result, "eval-mat.csv") == [
@@ -63,7 +63,7 @@ def test_two_evals_side_by_side(eval_run):
     ]
 
 
-def test_rows_of_several_domains_make_a_heat_map(make_run):
+def test_rows_of_several_domains_give_a_heat_map(make_run):
     rows = [
         {"drafter": drafter, "domain": domain, "mat": mat}
         for drafter, mat in (("a", 2.0), ("b", 3.0), ("vanilla", 1.0))
@@ -73,8 +73,8 @@ def test_rows_of_several_domains_make_a_heat_map(make_run):
     assert pictures == ["eval-mat.png", "eval-matrix-mat.png"]
 
 
-def test_the_best_is_none_of_the_baselines(make_run):
-    """transformers' own assisted decoding is there to be compared with; it is not a drafter of the pool."""
+def test_the_headline_excludes_baselines(make_run):
+    """Assisted decoding of transformers is a baseline and not a drafter of the pool."""
     rows = [
         {"drafter": name, "domain": "sql", "speedup": rate} for name, rate in (("a", 1.5), ("transformers+lookup", 2.0))
     ]
@@ -82,7 +82,7 @@ def test_the_best_is_none_of_the_baselines(make_run):
     assert "best × plain: a" in page
 
 
-def test_train(train_run):
+def test_the_report_of_a_training(train_run):
     result = api.report([train_run()], csv=True)
     assert made(result)[0] == ["train-drafter-training.png", "train-drafter-acceptance.png"]
     assert read_csv(result, "train-drafter-checks.csv")[1:] == [
@@ -91,8 +91,7 @@ def test_train(train_run):
     ]
 
 
-def test_a_training_that_is_still_going_on(train_run):
-    """Half a run is what one most wants to look at."""
+def test_an_unfinished_training_can_be_reported(train_run):
     run = train_run(finished=False, recipe={"arch": "eagle3", "data": "{domain: [sql, math]}"})
     result = api.report([run], csv=True)
     assert made(result)[0] == ["train-drafter-training.png", "train-drafter-acceptance.png"]
@@ -102,12 +101,12 @@ def test_a_training_that_is_still_going_on(train_run):
     assert "no result.json" in result.notes[0]
 
 
-def test_trainings_in_one_picture(train_run):
+def test_two_trainings_share_a_picture(train_run):
     result = api.report([train_run("a"), train_run("b")], train_run("c") / "out")
     assert made(result)[0] == ["train-drafter-training.png", "train-drafter-acceptance.png"]
 
 
-def test_bench(make_run):
+def test_the_report_of_a_benchmark(make_run):
     decoding = [
         {"drafter": name, "batch": batch, "tokens_per_s": 100.0 * batch, "speedup": speedup}
         for name, speedup in (("vanilla", None), ("lookup", 1.5))
@@ -122,7 +121,7 @@ def test_bench(make_run):
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_select(select_run, weights):
+def test_the_report_of_a_selection(select_run, weights):
     result = api.report([select_run(weights=weights)], csv=True)
     assert [name.removeprefix("select-").removesuffix(".png") for name in made(result)[0]] == [
         *("regret", "best-arm", "policies", "pool-size", "rewards", "weights", "pulls")
@@ -139,7 +138,7 @@ def test_select(select_run, weights):
     assert read_csv(result, "select-domains.csv") == [["policy", "domain", "mat"], ["hedge", "sql", "2.0"]]
 
 
-def test_select_without_what_is_optional(make_run):
+def test_a_selection_without_optional_results(make_run):
     result = {"algo": "hedge", "arms": ["a", "b"], "mat": 2.0}
     rounds = [{"arm": 1, "regret": 1.0}, {"arm": 0, "regret": None}]
     assert made(api.report([make_run("s", "select", result)])) == ([], [])
@@ -149,14 +148,14 @@ def test_select_without_what_is_optional(make_run):
 
 @pytest.mark.parametrize("result", [{"algo": "hedge", "arms": ["a", "b"]}, None])
 def test_rounds_of_several_policies_are_not_mixed(make_run, result):
-    """All policies of a run write one rounds.jsonl, in turns: weights and pulls are those of the first."""
+    """All policies of a run write to one rounds.jsonl; weights and pulls come from the first policy."""
     rounds = [{"algo": name, "arm": arm} for name, arm in (("hedge", "a"), ("ucb", "b"), ("hedge", "a"), ("ucb", "b"))]
     found = api.report([make_run("s", "select", result, rounds=rounds)], csv=True)
     assert read_csv(found, "select-pulls.csv")[1][:2] == ["all", "2"]
 
 
-def test_a_selection_that_is_still_going_on(make_run):
-    """Without a result only the rounds know the arms."""
+def test_an_unfinished_selection_can_be_reported(make_run):
+    """Without a result, the arms are known from the rounds only."""
     rounds = [{"arm": "a", "weights": None}, {"arm": "b", "weights": None}, {"arm": "b", "weights": None}]
     result = api.report([make_run("s", "select", None, rounds=rounds)], csv=True)
     assert made(result)[0] == ["select-weights.png", "select-pulls.png"]
@@ -164,7 +163,7 @@ def test_a_selection_that_is_still_going_on(make_run):
 
 
 @pytest.mark.parametrize("count", [1, 399, 400, 401, 3000])
-def test_weights_of_many_rounds_are_means_of_stretches(count):
+def test_weights_of_many_rounds_are_averaged(count):
     rounds = Rounds(["a", "b"])
     for number in range(count):
         rounds.add({"arm": 0, "weights": [number, 1.0]})
@@ -175,8 +174,8 @@ def test_weights_of_many_rounds_are_means_of_stretches(count):
     assert first[:complete] == pytest.approx([middle - 0.5 for middle in rounds.middles[:complete]])
 
 
-def test_online(make_run):
-    """Every learner has its line, and its weights if it has members; contenders stand side by side in a table."""
+def test_the_report_of_an_online_run(make_run):
+    """Each learner has a line, and a weights picture if it has members; contenders share a table."""
     seen = {"loss": 1.0, "tokens_per_s": 9.0, "static_mat": 1.5}
     weights = {"ogd": [1.0], "ens": [0.5, 0.5]}
     chunks = [{"algo": name, "mat": 2.0 + n, "weights": w, **seen} for n in range(3) for name, w in weights.items()]
@@ -188,8 +187,8 @@ def test_online(make_run):
     assert read_csv(result, "online-chunks.csv")[1][:3] == ["ogd", "1", "2.0"]
 
 
-def test_one_line_for_a_drafter_that_does_not_learn():
-    """Learners that start from the same one share it; its mat changes with the stream's domains."""
+def test_equal_static_curves_are_drawn_once():
+    """Learners with the same start share the curve of the fixed drafter."""
     chunks = {name: [{"mat": 2.0, "static_mat": mat} for mat in (3.0, 1.0)] for name in ("ogd", "ens")}
     (line,) = online.static_curves(chunks)
     assert (line.name, line.y) == ("not learning", [3.0, 1.0])
@@ -202,7 +201,7 @@ def test_one_line_for_a_drafter_that_does_not_learn():
 
 
 def test_online_by_tokens_and_by_steps(make_run):
-    """Both kinds of runs in one report; modes say how often they answer as the target alone."""
+    """Both kinds of runs in one report. A mode shows its agreement with the target alone."""
     rate = {"value": 0.25, "interval": [0.125, 0.5]}
     chunks = [filled(ReasoningChunk, mode=mode, chunk=n, avg_len=1.5) for n in (1, 2) for mode in ("target", "lr")]
     modes = [filled(ModeRow, mode=mode, prompts=4, agreement=rate) for mode in ("target", "lr")]
@@ -226,7 +225,7 @@ def test_a_command_without_pictures_has_its_result_as_tables(make_run):
     assert read_csv(result, "distill-by-2.csv") == [["k", "v.w"], ["b", "1"]]
 
 
-def test_commands_stand_side_by_side(eval_run, train_run):
+def test_several_commands_share_a_page(eval_run, train_run):
     result = api.report([eval_run(), train_run()], eval_run("x") / "out")
     page = Path(result.report).read_text()
     assert "<h2>eval</h2>" in page and "<h2>train-drafter</h2>" in page
@@ -234,12 +233,12 @@ def test_commands_stand_side_by_side(eval_run, train_run):
 
 
 @pytest.mark.parametrize("result", [{"rows": "x"}, {"rows": [1]}, {"rows": [{"drafter": "a"}]}, {"rows": {"a": 1}}])
-def test_a_result_of_another_shape_is_an_error_with_a_name(make_run, result):
+def test_a_result_of_another_shape_is_an_error(make_run, result):
     with pytest.raises(SpecctlError, match="unexpected content in the files of eval"):
         api.report([make_run("e", "eval", result)])
 
 
-def test_broken_records_cost_only_their_picture(eval_run):
+def test_broken_records_only_lose_their_picture(eval_run):
     run = eval_run()
     (run / "records.parquet").write_bytes(b"PAR1 no")
     result = api.report([run])
@@ -247,7 +246,7 @@ def test_broken_records_cost_only_their_picture(eval_run):
     assert "records.parquet cannot be read" in result.notes[0]
 
 
-def test_a_run_without_any_file_but_one(tmp_path):
+def test_a_run_with_only_a_result_is_reported(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps({"command": "distill", "responses": 3}))
     result = api.report([tmp_path])
     assert "there is no run.json" in result.notes[0]
@@ -255,13 +254,13 @@ def test_a_run_without_any_file_but_one(tmp_path):
 
 
 @pytest.mark.parametrize("arm", [-1, 10**9, None, [1]])
-def test_an_arm_that_cannot_be(make_run, arm):
-    """A number from a file must not decide how much memory is taken."""
+def test_an_impossible_arm_is_an_error(make_run, arm):
+    """A number in a file must not decide how much memory is allocated."""
     with pytest.raises(SpecctlError, match="unexpected content in the files of select"):
         api.report([make_run("s", "select", {"arms": ["a"]}, rounds=[{"arm": arm}])])
 
 
-def test_speeds_that_cannot_be_are_no_headline_and_no_bar(make_run):
+def test_unusable_speeds_are_not_in_headline_or_bars(make_run):
     """They stay in the table and its CSV file, with the reason."""
     rows = [eval_row("a", speedup=1.5), eval_row("b", mat=1.4, speedup=4.0, unusable="above its mat")]
     result = api.report(
@@ -279,8 +278,8 @@ def test_speeds_that_cannot_be_are_no_headline_and_no_bar(make_run):
     assert "eval-speedup.png" not in made(with_one_bar)[0]
 
 
-def test_gateways_and_runs_of_route(make_run):
-    """`route` is a part of `serve` today, and its runs have other names for servers and texts."""
+def test_serve_and_route_runs_are_reported(make_run):
+    """Runs of `route`, now a part of `serve`, have other names for servers and texts."""
     row = {"drafter": "http://a", "texts": 3, "rounds": 4, "tokens": 9, "accepted": 5, "mat": 2.25}
     row |= {"share": 1.0, "engine": "vllm 0.32", "failures": 1, "broken": 2}
     facts = {"model": "toy", "choose": "cgp-ucb", "requests": 3, "tokens": 9, "mat": 2.25, "decide_us_p50": 80.0}
@@ -296,8 +295,8 @@ def test_gateways_and_runs_of_route(make_run):
     assert read_csv(result, "select-drafters.csv")[1][:4] == ["http://a", "vllm 0.32", "3", "1.0"]
 
 
-def test_eval_of_servers(make_run):
-    """A sweep: two loads of a server and its baseline, which has no speed-up and no mat."""
+def test_eval_of_servers_is_reported(make_run):
+    """A sweep with two loads of a server, and its baseline without speedup and mat."""
     row = {
         "server": "server", "engine": "vllm 0.32", "domain": "sql", "concurrency": 1, "requests": 3, "tokens": 9,
         "tokens_per_s": 90.0, "request_tokens_per_s": 92.0, "first_token_s": 0.1, "first_token_p95_s": 0.2,
@@ -335,7 +334,7 @@ def test_eval_of_servers(make_run):
     ]
 
 
-def test_online_with_a_server(make_run):
+def test_online_with_a_server_is_reported(make_run):
     sent = {"version": "v000002", "verdict": "published", "mat_before": 1.5, "mat_after": 1.9, "seconds": 1.0}
     chunk = {"version": "v000001", "prompts": 2, "status": "updated", "loss": 2.5, "mat": 1.5, "baseline_mat": 1.4}
     chunks = [{**chunk, "chunk": 1, "publication": sent}, {**chunk, "chunk": 2, "publication": None, "mat": None}]
