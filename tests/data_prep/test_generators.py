@@ -1,4 +1,4 @@
-"""The offline generators: reproducible, distinct, split without leaks, and in the forms the built-in target knows."""
+"""Offline prompt generators: reproducible, distinct, with disjoint splits, and in known forms."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from specctl.errors import UsageError
 NAMES = ("sql", "code", "math", "medical", "biochem", "summarization", "chat")
 REAL = Path(__file__).parents[3] / "shared" / "data"
 
-# Share of prompts that must open in this way (a regular expression), per domain: the layouts of the real prompts.
+# minimal share of prompts per domain that match each regular expression, by the layouts of the real prompts
 FORMS = {
     "sql": {
         r"Given the table and its columns, write one SQL query that answers the question\.\n\n"
@@ -47,7 +47,7 @@ FORMS = {
     },
     "chat": {r"[A-Z].{5,}": 0.99},
 }
-# Characters: the middle 90 % of our prompts must lie in this range (the real ones: see the test that reads them).
+# range of characters that must hold the middle 90 % of our prompts
 LENGTHS = {
     "sql": (150, 2000),
     "code": (100, 1000),
@@ -60,7 +60,7 @@ LENGTHS = {
 
 
 def middle(texts: list[str]) -> tuple[int, int, int]:
-    """Lengths at 5 %, 50 % and 95 %."""
+    """Return the lengths at 5 %, 50 % and 95 %."""
     lengths = sorted(map(len, texts))
     return lengths[len(lengths) // 20], lengths[len(lengths) // 2], lengths[-len(lengths) // 20]
 
@@ -70,7 +70,7 @@ def generated(request) -> tuple[str, list[str]]:
     return request.param, list(get(request.param).generate(3000, seed=0))
 
 
-def test_the_seven_domains_are_there_and_complete():
+def test_the_seven_domains_are_complete():
     assert tuple(DOMAINS) == NAMES
     for name, domain in DOMAINS.items():
         public = domain.public
@@ -80,12 +80,12 @@ def test_the_seven_domains_are_there_and_complete():
         assert all("{" + field + "}" in public.template for field in public.columns)
 
 
-def test_three_thousand_distinct_prompts(generated):
+def test_three_thousand_prompts_are_distinct(generated):
     _, prompts = generated
     assert len(prompts) == len(set(prompts)) == 3000
 
 
-def test_form(generated):
+def test_prompts_have_the_forms_of_their_domain(generated):
     name, prompts = generated
     for form, share in FORMS[name].items():
         matching = sum(re.match(form, prompt) is not None for prompt in prompts)
@@ -100,15 +100,15 @@ def test_no_template_syntax_is_left(generated):
             assert not re.search(r"[<>|{}]|(?<!\.)  |(?<! _) [,?](?!\w)", prompt), prompt
 
 
-def test_lengths(generated):
+def test_lengths_are_in_range(generated):
     name, prompts = generated
     low, _, high = middle(prompts)
     assert LENGTHS[name][0] <= low <= high <= LENGTHS[name][1]
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real prompts are not on this machine")
-def test_nothing_of_the_real_sql_and_math_prompts_is_in_the_generators(generated):
-    """Measurements on them would be worth nothing. (Elsewhere forms like "What is the capital of …" can coincide.)"""
+def test_real_prompts_are_not_generated(generated):
+    """Generated copies would spoil measurements on real prompts. In other domains short forms may coincide."""
     name, prompts = generated
     if name not in ("sql", "math", "code", "summarization"):
         pytest.skip("short fixed forms")
@@ -118,7 +118,7 @@ def test_nothing_of_the_real_sql_and_math_prompts_is_in_the_generators(generated
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real prompts are not on this machine")
 @pytest.mark.parametrize("name", ["sql", "math"])
-def test_lengths_are_those_of_the_real_prompts(name):
+def test_lengths_match_the_real_prompts(name):
     real = [json.loads(line)["prompt"] for line in (REAL / f"{name}.train.jsonl").open()]
     ours = middle(list(get(name).generate(3000, seed=1)))
     assert all(0.6 < a / b < 1.6 for a, b in zip(ours, middle(real), strict=True)), (ours, middle(real))
@@ -142,7 +142,7 @@ def digest(hash_seed: str) -> str:
 
 
 def test_the_same_seed_gives_the_same_prompts_in_every_process():
-    """Catches sets, dicts and `hash()` in the generators: they differ with PYTHONHASHSEED."""
+    """Catches sets, dicts and `hash()` in the generators, which depend on PYTHONHASHSEED."""
     here = sha256()
     for domain in DOMAINS.values():
         for prompt in (*domain.generate(200, seed=7), *domain.generate(50, seed=7, split="test")):
@@ -151,7 +151,7 @@ def test_the_same_seed_gives_the_same_prompts_in_every_process():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_seeds_differ_and_fewer_are_a_prefix_of_more(name):
+def test_seeds_differ_and_fewer_prompts_are_a_prefix(name):
     domain = get(name)
     twenty = list(domain.generate(20, seed=3))
     assert list(domain.generate(5, seed=3)) == twenty[:5]
@@ -159,14 +159,14 @@ def test_seeds_differ_and_fewer_are_a_prefix_of_more(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_splits_share_no_prompt_whatever_the_seed(name):
+def test_splits_are_disjoint_for_any_seed(name):
     domain = get(name)
     test = set(domain.generate(300, seed=0, split="test")) | set(domain.generate(300, seed=1, split="test"))
     train = set(domain.generate(1500, seed=0)) | set(domain.generate(1500, seed=1))
     assert len(test) > 300 and not test & train
 
 
-def test_asking_for_more_than_there_is_is_an_error_that_says_how_many_there_are():
+def test_asking_for_too_many_prompts_tells_how_many_exist():
     small = Domain("small", "one of fifty", DOMAINS["sql"].public, lambda random: f"prompt {random.randrange(50)}")
     with pytest.raises(
         PromptsExhausted, match=r"domain small has about \d\d distinct train prompts, but 1000 were requested"
@@ -175,7 +175,7 @@ def test_asking_for_more_than_there_is_is_an_error_that_says_how_many_there_are(
     assert issubclass(PromptsExhausted, ValueError)
 
 
-def test_unknown_domain_names_the_nearest():
+def test_an_unknown_domain_suggests_the_nearest():
     with pytest.raises(UnknownDomain, match=r"'maths'; did you mean math") as caught:
         get("maths")
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, UsageError)
@@ -205,8 +205,8 @@ def test_headings_become_schema_columns(heading, column):
     assert identifier(heading) == column
 
 
-def test_sql_questions_ask_about_columns_of_their_table():
-    """A question about nothing in the table would teach a head to invent columns."""
+def test_sql_questions_mention_a_column_of_their_table():
+    """Otherwise a head would learn to invent columns."""
     tables = [p for p in get("sql").generate(2000, seed=2) if "\nColumns: " in p]
     related = 0
     for prompt in tables:
@@ -216,8 +216,8 @@ def test_sql_questions_ask_about_columns_of_their_table():
     assert related > 0.85 * len(tables)
 
 
-def test_code_examples_are_true():
-    """The composed tasks compute the results they show: checked on the two whose answer can be worked out here."""
+def test_results_in_code_examples_are_right():
+    """Checked for the two tasks with answers that can be computed here."""
     seen = 0
     for prompt in get("code").generate(6000, seed=0):
         for call, result in re.findall(r"assert (?:\w+_)?count_vowels\w*\((.+)\) ?== ?(\d+)$", prompt, re.M):
@@ -230,5 +230,5 @@ def test_code_examples_are_true():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sample_is_a_function_of_the_stream(name):
+def test_samples_depend_only_on_the_random_stream(name):
     assert [get(name).sample(Random(5)) for _ in range(2)] == [get(name).sample(Random(5))] * 2

@@ -31,7 +31,7 @@ def texts(template: str, n: int = 200) -> set[str]:
         ("a > b | c", {"a > b | c"}),
     ],
 )
-def test_expansion(template, expected):
+def test_templates_expand_to_all_alternatives(template, expected):
     assert texts(template) == expected
 
 
@@ -39,7 +39,7 @@ def test_rules_expand_recursively():
     assert len(texts("{basket}")) == 9
 
 
-def test_a_slot_that_is_nothing_is_an_error():
+def test_an_unknown_slot_is_an_error():
     with pytest.raises(KeyError, match="nothing"):
         GRAMMAR.expand(Random(0), "{nothing}")
 
@@ -50,7 +50,7 @@ def test_remembered_draws_are_shared_through_the_same_dict():
     assert GRAMMAR.expand(Random(1), "{x}", bound) == first
 
 
-def test_carelessness_of_templates_is_mended():
+def test_articles_case_and_spaces_are_corrected():
     assert articles("a apple, a unicorn, A hour, a 8-pack, a one") == "an apple, a unicorn, An hour, an 8-pack, a one"
     assert capitalized("a NASA") == "A NASA" and capitalized("") == ""
     assert tidy("How much  is it ?") == "How much is it?"

@@ -1,4 +1,4 @@
-"""The phrase lists: how a file is read, what is refused, and that the files of the package are whole."""
+"""Phrase lists: reading, refusals, and the completeness of the shipped files."""
 
 import re
 import string
@@ -19,8 +19,8 @@ def parsed(tmp_path, text: str):
     return read(path)
 
 
-def test_sections_and_rules_in_their_order(tmp_path):
-    """Draws pick by position: an order that changes would change every prompt of every seed."""
+def test_sections_and_rules_keep_their_order(tmp_path):
+    """Draws pick by position, so another order would change every prompt."""
     lists = "# A remark.\n\n[b]\n  two <x|y>\none\n\ntwo <x|y>\n[a]\n#no\nMüller\n"
     sections, rules = parsed(tmp_path, f"{lists}[rules]\nfruit: fig |  red   apple\n  | kiwi |\n")
     assert list(sections.items()) == [("b", ("two <x|y>", "one", "two <x|y>")), ("a", ("Müller",))]
@@ -48,12 +48,12 @@ def test_a_file_is_read_once():
     assert phrasebook("chat") is phrasebook("chat") and names() is names()
 
 
-def test_a_section_that_is_not_there_is_named():
+def test_a_missing_section_is_named():
     with pytest.raises(KeyError, match=r"chat\.txt has no section \[question\]"):
         phrasebook("chat")["question"]
 
 
-def test_write_fills_the_holes_and_remembers_draws():
+def test_write_fills_slots_and_remembers_draws():
     bound: dict[str, str] = {}
     text = phrasebook("biochem").write(Random(0), "terms", bound)
     assert text.startswith("In ") and "{" not in text
@@ -62,13 +62,13 @@ def test_write_fills_the_holes_and_remembers_draws():
 
 
 def slots(pieces) -> list[Slot]:
-    """All slots of a template, those inside of choices too."""
+    """Return all slots of a template, including slots inside choices."""
     inside = [slots(part) for piece in pieces if isinstance(piece, Choice) for part in piece.alternatives]
     return [piece for piece in pieces if isinstance(piece, Slot)] + [slot for part in inside for slot in part]
 
 
 def unknown(book: Phrasebook, extra: set[str]) -> set[str]:
-    """The slots of a book that are neither rules, nor remembered by any of its phrases, nor in `extra`."""
+    """Return the slots of a book that are no rules, not remembered by its phrases, and not in `extra`."""
     texts = [text for phrases in (*book.sections.values(), *book.grammar.rules.values()) for text in phrases]
     found = [slot for text in texts for slot in slots(parse(text))]
     known = {*book.grammar.rules, *extra, *(slot.name for slot in found)}
@@ -76,7 +76,7 @@ def unknown(book: Phrasebook, extra: set[str]) -> set[str]:
     return {source for source in sources if source not in known and source[:1].lower() + source[1:] not in known}
 
 
-# Slots that the code fills: draws that are shared between the texts of one prompt, heroes and their pronouns.
+# slots filled by code: draws shared between the texts of a prompt, heroes and their pronouns
 FILLED = {
     "medical": {"p", "t", "o", "m"},
     "abstracts": {"p", "m", "k", "name"},
@@ -88,20 +88,19 @@ FILLED = {
 
 @pytest.mark.parametrize("name", BOOKS)
 def test_every_slot_of_a_file_is_known(name):
-    """A slot that nothing fills would raise in the one prompt of thousands that draws it."""
+    """Otherwise a rare prompt would raise."""
     assert unknown(phrasebook(name), FILLED.get(name, set())) == set()
 
 
-def test_an_unknown_slot_is_seen():
-    """Negative control, of a slot inside of a choice."""
+def test_an_unknown_slot_is_noticed():
+    """Negative control, with a slot inside a choice."""
     book = phrasebook("chat")
     wrong = Phrasebook("wrong", {"a": ("<one|{nothing}> {animal} {x=fruit} {X}",)}, book.grammar)
     assert unknown(wrong, set()) == {"nothing"}
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_are_plain(name):
-    """Tabs and trailing spaces are invisible to who reads or edits the lists."""
+def test_files_have_no_invisible_characters(name):
     text = (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
     assert text.endswith("\n") and not re.search(r"\t|[ ]$|\r|\n\n\n", text, re.MULTILINE)
     assert all(character.isprintable() for character in text.replace("\n", ""))
@@ -110,7 +109,7 @@ def test_files_are_plain(name):
 
 @pytest.mark.parametrize("section", ["formulas", "list operations"])
 def test_every_task_runs_on_its_examples(section):
-    """The lists name tasks, ranges and types that belong to solutions in Python."""
+    """The lists refer to tasks, ranges and types of Python solutions."""
     for task in tasks(section):
         random = Random(task.name)
         results = [task.run(*task.arguments(random)) for _ in range(20)]

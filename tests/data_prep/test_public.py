@@ -1,4 +1,4 @@
-"""Public data sets become prompts: local rows in the shape of the real ones, no network."""
+"""Public data sets are converted to prompts, here from local rows of the same shape."""
 
 import io
 
@@ -8,7 +8,7 @@ from specctl.data_prep import DOMAINS, get, load_public
 
 from specctl.errors import DataError
 
-# One row of each data set, with its real column names and types.
+# one row of each data set, with its real column names and types
 ROWS = {
     "sql": {"question": "How many heads?", "context": "CREATE TABLE head (age INTEGER)", "answer": "…"},
     "code": {"task_id": 1, "text": "Write a function to add.", "test_list": ["assert add(1, 2) == 3", "assert f()"]},
@@ -41,7 +41,7 @@ def reachable(monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """`load_dataset` that answers from JSON lines on disk and remembers what it was asked."""
+    """Replace `load_dataset` by a local one that records its arguments."""
     real, asked = datasets.load_dataset, []
 
     def serve(rows):
@@ -68,12 +68,12 @@ def test_rows_become_prompts(name, hub):
     assert where == ({"revision": "refs/convert/parquet", "data_dir": "Abstract"} if name == "summarization" else {})
 
 
-def test_limit_and_empty_rows(hub):
+def test_the_limit_counts_nonempty_rows(hub):
     hub([{"question": text} for text in ("one", " ", "two", "three")])
     assert list(load_public(get("math"), "train", limit=2)) == ["one", "two"]
 
 
-def test_context_is_kept_where_there_is_one(hub):
+def test_context_is_appended_if_present(hub):
     hub([{"instruction": "Say it shorter.", "context": "A long text."}])
     assert list(load_public(get("chat"))) == ["Say it shorter.\n\nA long text."]
 
@@ -84,7 +84,7 @@ def test_a_missing_column_is_named(hub):
         list(load_public(get("math")))
 
 
-def test_no_network_is_a_clear_error(monkeypatch):
+def test_a_network_error_is_reported(monkeypatch):
     def load(*_, **__):
         raise ConnectionError("no route to host")
 
@@ -94,12 +94,12 @@ def test_no_network_is_a_clear_error(monkeypatch):
     assert "generator" in caught.value.hint
 
 
-def test_unknown_split():
+def test_an_unknown_split_is_refused():
     with pytest.raises(ValueError, match="validation"):
         load_public(get("math"), "validation")
 
 
-def test_a_hub_out_of_reach_is_said_at_once(monkeypatch, capfd):
+def test_an_unreachable_hub_is_reported_at_once(monkeypatch, capfd):
     """`huggingface_hub` tried six times within 30 seconds, and printed every try."""
     from huggingface_hub import constants
 
@@ -114,7 +114,7 @@ def test_a_hub_out_of_reach_is_said_at_once(monkeypatch, capfd):
     assert (constants.HF_HUB_OFFLINE, capfd.readouterr().err) == (before, "")
 
 
-def test_a_proxy_for_all_schemes_may_reach_the_hub(monkeypatch):
+def test_a_proxy_for_all_schemes_is_used(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
