@@ -1,20 +1,19 @@
-"""One side of `python -m tests.benchmarks.training --against-speculators`: `speculators`' Eagle-3 or DFlash class,
-trained.
+"""The `speculators` side of `python -m tests.benchmarks.training --against-speculators`: its Eagle-3 or DFlash class.
 
     PYTHON against_speculators.py FILE packed|single        (started by tests.benchmarks.comparison)
 
-Runs under an interpreter with `speculators` 0.9 and without specctl, so it imports nothing of specctl.
-The class's `forward` is called as it is, with SDPA attention and the eager losses; the loop around it does what
-`speculators.train.trainer` does: autocast, backward, clip, AdamW. What stays different from our side:
+It runs under an interpreter with `speculators` 0.9 and without specctl, so it imports nothing of specctl.
+The class's `forward` is unmodified, with SDPA attention and eager losses. The loop around it follows
+`speculators.train.trainer`: autocast, backward, clip, AdamW. Remaining differences from our side:
 
-- Eagle-3 runs every position through every step, prompts included; the loss mask drops them afterwards. Its mask
-  belongs to the predicted token, so at step k the last k prompt positions are trained on too, which ours are not.
-- DFlash begins blocks at the last two tokens of a response, too, which have one token to predict, and none.
+- Eagle-3 runs every position through every step, prompts included, and the loss mask drops them afterwards. Its mask
+  belongs to the predicted token, so step k also trains the last k prompt positions, which our side does not.
+- DFlash also starts blocks at the last two tokens of a response, which have one token to predict and none.
 - Its residual stream is bf16 under autocast, ours fp32.
 - The features come after the target's final norm, so `verifier_norm` is the identity here.
-- Its argmaxes, and accuracies per step, are part of its forward and of the time.
+- Its argmax and accuracy per step are part of its forward and of the time.
 - A dense mask over a packed row makes attention quadratic in all documents together (on CUDA it would be block-sparse
-  flex attention). `single` therefore gives it one document a forward and adds up the gradients of a step.
+  flex attention). `single` therefore runs one document per forward and accumulates the gradients of a step.
 """
 
 import json
@@ -33,14 +32,14 @@ from torch import Tensor
 
 
 class Side(NamedTuple):
-    """One side of the comparison: mean loss per TTT step before any update, and an optimizer step → response tokens."""
+    """One side of the comparison: mean loss per step before any update, and a function that runs one optimizer step."""
 
     losses: Callable[[], list[float]]
     step: Callable[[], int]
 
 
 def serve(make: Callable[[], Side]) -> None:
-    """Answer in lines of JSON: once when ready, then for every line of stdin, a number of steps, until it closes."""
+    """Answer in lines of JSON: once when ready, then after each line of stdin, which is a number of steps to run."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to stdout
     side = make()
@@ -54,20 +53,20 @@ def serve(make: Callable[[], Side]) -> None:
 
 
 def peak_memory() -> int:
-    """Bytes this process has been resident with at most; on Linux no less than its parent had been when it began."""
+    """Return the peak resident memory in bytes. On Linux it includes the parent's peak before the fork."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
 
 
 def read(file: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The settings and tensors that `comparison.write` wrote (described there)."""
+    """Return the settings and tensors written by `comparison.write`, which documents them."""
     with safe_open(file, "pt") as opened:
         return json.loads(opened.metadata()["settings"]), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
 def slot_rows(settings: dict[str, Any], tensors: dict[str, Tensor], batch: list[int]) -> dict[str, Tensor]:
-    """The documents of `batch` packed into one row, as `Eagle3DraftModel.forward` takes it.
+    """Pack the documents of `batch` into one row for `Eagle3DraftModel.forward`.
 
-    Prompt positions have no teacher: zeros stand there, and the loss mask leaves them out.
+    Prompt positions have no teacher: they get zeros, and the loss mask excludes them.
     """
     documents: dict[str, list[Tensor]] = {}
     for place, document in enumerate(batch):
@@ -90,11 +89,11 @@ def slot_rows(settings: dict[str, Any], tensors: dict[str, Tensor], batch: list[
 
 
 def token_rows(settings: dict[str, Any], tensors: dict[str, Tensor], batch: list[int]) -> dict[str, Any]:
-    """The documents of `batch` packed into one row, as `DFlashDraftModel.forward` takes it.
+    """Pack the documents of `batch` into one row for `DFlashDraftModel.forward`.
 
-    Position i holds the token i itself, where `slot_rows` have the one behind it. The first token of a document and its
-    last are not known, nor needed: the first is never an anchor, and the last one's block has nothing to predict. A
-    block of padding stands behind all documents; no block begins there.
+    Position i holds token i, while `slot_rows` hold token i + 1. The first and last token of a document are unknown and
+    unused: the first is never an anchor, and the block of the last has nothing to predict. A block of padding follows
+    all documents, and no block starts there.
     """
     documents: dict[str, list[Tensor]] = {}
     for place, document in enumerate(batch):
@@ -119,7 +118,7 @@ def token_rows(settings: dict[str, Any], tensors: dict[str, Tensor], batch: list
 
 
 def layer_config(kind: type, shape: dict[str, Any], layers: int) -> Any:
-    """A `transformers` configuration of our head's decoder layers."""
+    """Return a `transformers` configuration for the decoder layers of our head."""
     config = kind(
         num_hidden_layers=layers,
         num_attention_heads=shape["num_heads"],
@@ -138,7 +137,7 @@ def layer_config(kind: type, shape: dict[str, Any], layers: int) -> Any:
 
 
 def eagle3_model(settings: dict[str, Any], tensors: dict[str, Tensor]) -> torch.nn.Module:
-    """`Eagle3DraftModel` with our head's weights, in fp32, its vocabulary head frozen as `speculators` trains it."""
+    """Return `Eagle3DraftModel` with our head's weights in fp32, and a frozen vocabulary head as in `speculators`."""
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from transformers import LlamaConfig
 
@@ -154,8 +153,10 @@ def eagle3_model(settings: dict[str, Any], tensors: dict[str, Tensor]) -> torch.
 
 
 def dflash_model(settings: dict[str, Any], tensors: dict[str, Tensor]) -> torch.nn.Module:
-    """`DFlashDraftModel` with our head's weights, in fp32. What stands in the slots behind the anchor is the embedding
-    of its mask token, which our side has taken, too."""
+    """Return `DFlashDraftModel` with our head's weights in fp32.
+
+    Its masks are the embedding of the mask token, which our side uses here too.
+    """
     from speculators.models.dflash import DFlashSpeculatorConfig
     from speculators.models.dflash.core import DFlashDraftModel
     from transformers import Qwen3Config
@@ -174,12 +175,12 @@ def dflash_model(settings: dict[str, Any], tensors: dict[str, Tensor]) -> torch.
 
 
 def own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our head's weights."""
+    """Return the weights of our head."""
     return {name.removeprefix("head."): tensor for name, tensor in tensors.items() if name.startswith("head.")}
 
 
 def loaded(model: Any, head: dict[str, Tensor], tensors: dict[str, Tensor]) -> torch.nn.Module:
-    """`model` with the weights of a head and of the target."""
+    """Load the weights of a head and of the target into `model`."""
     model.verifier_norm = torch.nn.Identity()
     model.load_state_dict(
         head | {"embed_tokens.weight": tensors["embedding"], "verifier_lm_head.weight": tensors["target_head"]}
@@ -192,7 +193,7 @@ Forward = Callable[[dict[str, Any], Loss], Tensor]
 
 
 def make(file: str, packed: bool) -> Side:
-    """The model with its data and optimizer."""
+    """Build the model with its data and optimizer."""
     from speculators.losses import eager
 
     settings, tensors = read(file)
@@ -236,7 +237,7 @@ def make(file: str, packed: bool) -> Side:
 
 
 def cross_entropies(forward: Forward, batch: dict[str, Any]) -> list[Tensor]:
-    """Soft cross-entropies [n] at every position, of every call of the loss."""
+    """Return the soft cross-entropies [n] at every position for each call of the loss."""
     found: list[Tensor] = []
 
     def record(logits: Tensor, targets: Tensor) -> Tensor:
@@ -249,7 +250,7 @@ def cross_entropies(forward: Forward, batch: dict[str, Any]) -> list[Tensor]:
 
 
 def step_losses(forward: Forward, batch: dict[str, Any], settings: dict[str, Any]) -> list[float]:
-    """Mean loss of every step of the training-time test, on the slots that our side trains on."""
+    """Return the mean loss of each step of the training-time test over the slots that our side trains."""
     document, inside = batch["document_ids"][0], batch["loss_mask"][0]
     response = batch["verifier_last_hidden_states"][0].any(-1)
     means = []
@@ -261,12 +262,12 @@ def step_losses(forward: Forward, batch: dict[str, Any], settings: dict[str, Any
 
 
 def block_losses(forward: Forward, batch: dict[str, Any], settings: dict[str, Any]) -> list[float]:
-    """Mean loss of every place of a block behind its anchor, of the blocks that our side trains: those with two tokens
-    to predict."""
+    """Return the mean loss at each position after the anchor, over the blocks that our side trains (two tokens or
+    more)."""
     (each,) = cross_entropies(forward, batch)
     size = settings["architecture"]["block_size"]
     inside, document = batch["loss_mask"][0], batch["document_ids"][0]
-    anchors = inside.nonzero()[:, 0]  # all of them begin a block, in this order
+    anchors = inside.nonzero()[:, 0]  # each of them starts a block, in this order
     places = anchors[:, None] + torch.arange(size)
     used = inside[places] & (document[places] == document[anchors][:, None])
     used &= used[:, 2:3]

@@ -1,10 +1,10 @@
-"""Our training step against that of `speculators`, for `eagle3` or `dflash`.
+"""Compare our training step with the step of `speculators` for `eagle3` or `dflash`.
 
-Both sides have the same documents, features, head and packing.
-
-One process a side, and one that waits for them. They take turns of a few steps, so that a machine whose speed drifts
-slows all of them, and a file carries what they share. Before any step both sides give their losses on the first batch,
-one for every draft depth: only sides that compute the same thing are compared.
+Both sides have the same documents, features, head and packing. Each side is a process, and this one waits for them. The
+sides take turns of a few steps, so that a machine with a drifting speed slows all sides equally. A file holds the
+shared data.
+Before the first step, every side reports its losses on the first batch by draft depth; sides with different losses are
+not compared.
 """
 
 import json
@@ -26,10 +26,10 @@ from specctl.progress import track
 from tests.benchmarks import against_speculators
 from tests.benchmarks.comparison_ours import DEFAULT, LIKE, shared
 
-WARM_UP = 2  # steps of every side before the clock runs
-TURN = 3  # steps until it is the next side's turn
-BUDGET_S = 150  # no turn begins after so many seconds, however slow the machine
-TOLERANCE = 2e-3  # of losses, relative: bf16 products in another order, teacher and residual stream rounded elsewhere
+WARM_UP = 2  # steps of each side before the clock runs
+TURN = 3  # steps of a turn
+BUDGET_S = 150  # seconds after which no turn starts
+TOLERANCE = 2e-3  # relative tolerance of losses: bf16 products and rounding in another order
 
 PACKED, SINGLE = "packed", "single"
 NAMES = {
@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Measured:
-    """The answer of a side. Memory in bytes; `before` is the peak before the first step."""
+    """Measurements of a side, with memory in bytes. `before` is the peak before the first step."""
 
     threads: int
     before: int
@@ -56,21 +56,21 @@ class Measured:
 
     @property
     def rate(self) -> float:
-        """Response tokens a second."""
+        """Response tokens per second."""
         return sum(self.tokens) / sum(self.seconds)
 
 
 def compare(distilled: Path, python: Path, steps: int, arch: str = "eagle3") -> dict[str, Measured]:
-    """Run `steps` timed optimizer steps of every side; `python` is an interpreter that has `speculators` 0.9.
+    """Time `steps` optimizer steps of each side; `python` is an interpreter with `speculators` 0.9.
 
     Raises:
-        UsageError: it has not.
-        SpecctlError: a side failed, or the sides differ in threads or in their losses before the first step.
+      UsageError: `python` does not have it.
+      SpecctlError: a side failed, or the sides differ in threads or in their first losses.
     """
     require_speculators(python)
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         ours = [sys.executable, "-m", "tests.benchmarks.comparison_ours", place, str(distilled.resolve()), arch]
-        # Isolated (-I): the script's own folder, where names of the standard library occur, stays off its path.
+        # -I keeps the script's folder off the path, where names of standard modules occur
         theirs = [str(python), "-I", against_speculators.__file__, str(shared(Path(place)))]
         if subprocess.run([*ours, "write", str(WARM_UP + steps)], env=environment()).returncode:
             raise SpecctlError("the target features could not be computed; what went wrong is above")
@@ -97,7 +97,7 @@ def compare(distilled: Path, python: Path, steps: int, arch: str = "eagle3") -> 
 
 
 def report(measured: dict[str, Measured], arch: str = "eagle3") -> Iterator[str]:
-    """Lines to print."""
+    """Yield the lines to print."""
     like = measured[LIKE]
     yield f"{len(like.tokens)} turns, {sum(like.tokens)} response tokens a side, {like.threads} threads"
     yield f"{'':36}{'response tokens/s':>18}{'peak memory':>13}{'by steps':>11}"
@@ -118,7 +118,7 @@ def report(measured: dict[str, Measured], arch: str = "eagle3") -> Iterator[str]
 
 
 def require_speculators(python: Path) -> None:
-    """UsageError where `python` has no `speculators` of the version whose class is driven here."""
+    """Raise UsageError unless `python` has the supported version of `speculators`."""
     code = "from importlib.metadata import version; print(version('speculators'))"
     try:
         found = subprocess.run([python, "-Ic", code], capture_output=True, text=True).stdout.strip()
@@ -129,29 +129,29 @@ def require_speculators(python: Path) -> None:
 
 
 def require_equal(ours: list[float], theirs: list[float]) -> None:
-    """SpecctlError where losses differ by more than bf16 explains."""
-    if not furthest(ours, theirs) <= TOLERANCE:  # also when it is not a number
+    """Raise SpecctlError if losses differ by more than bf16 explains."""
+    if not furthest(ours, theirs) <= TOLERANCE:  # true for NaN
         raise SpecctlError(f"the sides do not compute the same thing: losses {ours} against {theirs}")
 
 
 def furthest(ours: list[float], theirs: list[float]) -> float:
-    """Largest relative difference."""
+    """Return the largest relative difference."""
     return (torch.tensor(ours) / torch.tensor(theirs) - 1).abs().max().item()
 
 
 def turns(steps: int) -> list[int]:
-    """`steps` in turns of `TURN`, the last one shorter where they do not divide."""
+    """Split `steps` into turns of `TURN` steps; the last one may be shorter."""
     return [min(TURN, steps - done) for done in range(0, steps, TURN)]
 
 
 def environment() -> dict[str, str]:
-    """Environment variables of every side: the threads of this process, and nothing compiled."""
+    """Return the environment of a side: the thread count of this process, and no compilation."""
     return os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "TORCHDYNAMO_DISABLE": "1"}
 
 
 @contextmanager
 def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A side; it ends with its input, or at once when something fails."""
+    """Start a side; it ends when its input closes, or at once after an error."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment(), cwd=ROOT) as process:
         try:
@@ -162,7 +162,7 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def answer(side: subprocess.Popen[str]) -> dict[str, Any]:
-    """The next answer of a side."""
+    """Return the next answer of a side."""
     assert side.stdout is not None
     line = side.stdout.readline()
     if not line:

@@ -1,4 +1,4 @@
-"""Our sides of the comparison with `speculators`, and the file that all sides share.
+"""Our sides of the comparison with `speculators`, and the file shared by all sides.
 
 python -m tests.benchmarks.comparison_ours PLACE DISTILLED ARCH write STEPS
 python -m tests.benchmarks.comparison_ours PLACE DISTILLED ARCH like|default
@@ -26,23 +26,24 @@ from specctl.training.loop import Trainer, make_trainer
 from specctl.training.trainable import TrainableHead
 from tests.benchmarks.against_speculators import Side, read, serve
 
-DOCUMENTS = 256  # of the distilled data: every side keeps their features in memory
+DOCUMENTS = 256  # of the distilled data, because every side keeps their features in memory
 LIKE, DEFAULT = "like", "default"
 
 
 def shared(place: Path) -> Path:
-    """The file with what the sides share."""
+    """Return the path of the shared file."""
     return place / "shared.safetensors"
 
 
 def trainer_for(
     place: Path, distilled: Path, arch: str, variant: str, dtype: Literal["auto", "fp32"] = "auto"
 ) -> Trainer:
-    """A trainer on the first `DOCUMENTS` examples of `distilled`, without features; `dtype` of target and products.
+    """Return a trainer on the first `DOCUMENTS` examples of `distilled`, without features; `dtype` is for target and
+    products.
 
-    `like` is what both sides can do: AdamW, every response position in every step of the training-time test or with a
-    block of its own, and as in `speculators` a vocabulary head that is not trained; of a `dflash` no Markov head, and
-    for masks the embedding of the mask token. `default` is the default recipe.
+    `like` uses only what both sides support: AdamW, all response positions in every step or block, and a frozen
+    vocabulary head. A `dflash` head has no Markov head, and its masks are the embedding of the mask token. `default` is
+    the default recipe.
     """
     target = TargetRecipe(device="cpu", dtype=dtype)
     recipe = TrainRecipe(target=target, precision=dtype, distilled=distilled, arch=arch, output_dir=place / "drafter")
@@ -58,7 +59,7 @@ def trainer_for(
 
 
 def as_theirs(trainer: Trainer) -> None:
-    """What `speculators` does not train is not trained."""
+    """Freeze the weights that `speculators` does not train."""
     head = trainer.trainable.module
     if isinstance(head, BlockHead):
         assert head.mask_embedding is not None
@@ -70,12 +71,12 @@ def as_theirs(trainer: Trainer) -> None:
 
 
 def write(file: Path, trainer: Trainer, steps: int) -> None:
-    """Compute the features and write what the sides share.
+    """Compute the features and write the shared file.
 
-    Settings: family, architecture, recipe, `batches` (the documents of each of `steps` steps), and by document its
-    range of `slots` among M, its range of `queries` (response slots) among N, and its number of `responses` tokens.
-    Tensors: `tokens` [M] x_{i+1} of slot i; `taps` [M, F], `teacher` [N, H] and `best` [N] as in `Features`; `inside`
-    [N] whether `best` is in the draft vocabulary; `embedding` [V, H], `target_head` [Vd, H]; our weights as `head.*`.
+    Settings: family, architecture, recipe, `batches` (documents of each step), and per document its range of `slots` in
+    M, its range of `queries` (response slots) in N, and its number of `responses` tokens. Tensors: `tokens` [M] x_{i+1}
+    of slot i; `taps` [M, F], `teacher` [N, H] and `best` [N] as in `Features`; `inside` [N] whether `best` is in the
+    draft vocabulary; `embedding` [V, H], `target_head` [Vd, H]; our weights as `head.*`.
     """
     recipe, examples, trainable = trainer.recipe, trainer.corpus.train, trainer.trainable
     assert isinstance(trainable, TrainableHead)
@@ -84,7 +85,7 @@ def write(file: Path, trainer: Trainer, steps: int) -> None:
     features = trainable.store.get(examples)
     best = torch.cat([f.best for f in features])
     epochs = (batches(examples, trainer.batch_tokens, seed=recipe.data.seed, epoch=epoch) for epoch in count())
-    order = islice((batch for epoch in epochs for batch in epoch), steps)  # the trainer's own
+    order = islice((batch for epoch in epochs for batch in epoch), steps)  # the trainer's own order
     settings = {
         "arch": recipe.arch,
         "architecture": head.config.to_dict(),
@@ -114,7 +115,7 @@ def write(file: Path, trainer: Trainer, steps: int) -> None:
 
 
 def read_features(file: Path) -> dict[int, Features]:
-    """The features in a file of `write`, by document."""
+    """Return the features in a file of `write` by document."""
     settings, tensors = read(str(file))
     found = {}
     for document, ((s0, s1), (q0, q1)) in enumerate(zip(settings["slots"], settings["queries"], strict=True)):
@@ -123,7 +124,7 @@ def read_features(file: Path) -> dict[int, Features]:
 
 
 def losses(trainer: Trainer) -> list[float]:
-    """Mean loss on the first batch by draft depth."""
+    """Return the mean loss on the first batch by draft depth."""
     first = batches(trainer.corpus.train, trainer.batch_tokens, seed=trainer.recipe.data.seed, epoch=0)[0]
     with torch.no_grad():
         _, _, steps = trainer.forward([first])
@@ -131,7 +132,7 @@ def losses(trainer: Trainer) -> list[float]:
 
 
 def our_side(place: Path, distilled: Path, arch: str, variant: str) -> Side:
-    """The trainer's own step."""
+    """Return a side that runs the trainer's own step."""
     trainer = trainer_for(place, distilled, arch, variant)
     assert isinstance(trainer.trainable, TrainableHead)
     trainer.trainable.store.kept = read_features(shared(place))
@@ -146,7 +147,7 @@ def our_side(place: Path, distilled: Path, arch: str, variant: str) -> Side:
 
 
 def main() -> None:
-    """A child of `comparison.compare`."""
+    """Run a child process of `comparison.compare`."""
     place, distilled, arch, role = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
     if role == "write":
         write(shared(place), trainer_for(place, distilled, arch, LIKE), int(sys.argv[5]))

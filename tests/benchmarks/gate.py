@@ -1,13 +1,20 @@
-"""The gate of hybrids on recorded proposals: python -m tests.benchmarks.gate --target M --head DIR --text NAME_OR_DIR
---prompts 'DIR/{domain}.train.jsonl' [--without DISTILLED …] [--limit 6] [--tokens 80] [--temperature 0] DOMAIN …
+"""Compare constants of the hybrid gate on recorded proposals.
 
-At every position of the target's texts, the trees of the head and of the text drafter are recorded. Rounds are then
-played on the record, without the target, so that constants of the gate can be compared within seconds. Printed are
-tokens per unit of cost (a plain round, by the costs that are measured on this machine) and tokens per pass, for each
-domain: the text drafter with its default number of nodes, the hybrid that never asks its head, the hybrid with a record
-for each text, and the hybrid with one record, each domain as one stream of `ROUNDS` times its texts. Then follow, over
-all positions, the ratios of outcomes to claims by eighths of the claim, and the tokens that the head's tree adds to
-those of the text drafter. `--without`: prompts of these distilled directories are left out.
+    python -m tests.benchmarks.gate --target M --head DIR --text NAME_OR_DIR --prompts 'DIR/{domain}.train.jsonl' \\
+        [--without DISTILLED …] [--limit 6] [--tokens 80] [--temperature 0] DOMAIN …
+
+The trees of the head and of the text drafter are recorded at every position of the target's texts. Rounds are then
+played on the record without the target, within seconds. `--without` leaves out prompts of distilled directories.
+
+For each domain it prints tokens per cost (in plain rounds, with the costs of this machine) and tokens per pass of
+
+- the text drafter with its default number of nodes,
+- the hybrid that never runs its head,
+- the hybrid with separate statistics for each text, and
+- the hybrid with common statistics, with each domain as a stream of `ROUNDS` times its texts.
+
+Over all positions it prints the ratios of outcomes to claims by eighths of the claim, and the tokens that the head
+adds to the text drafter.
 """
 
 import argparse
@@ -37,7 +44,7 @@ READING = 0.5  # cost of reading a prompt of 60 to 240 tokens with an eagle3 hea
 
 
 class Text(NamedTuple):
-    """Text of the target, and the proposals of head and text drafter after each of its positions from `start` on."""
+    """A text of the target, with the proposals of head and text drafter at each position from `start` on."""
 
     request: Request
     ids: list[int]
@@ -47,7 +54,7 @@ class Text(NamedTuple):
 
 
 class Recorder(BaseDrafter):
-    """Drafts nothing, and records what the parts of a hybrid propose."""
+    """A drafter that drafts nothing and records the proposals of the parts of a hybrid."""
 
     def __init__(self, hybrid: Hybrid):
         self.hybrid, self.taps = hybrid, hybrid.taps
@@ -77,7 +84,7 @@ def depths(tree: ProposedTree) -> list[int]:
 
 
 class Played(BaseDrafter):
-    """A part of a hybrid that proposes the recorded tree for the text's length."""
+    """A part of a hybrid that proposes the tree recorded for the text's length."""
 
     taps = ()
 
@@ -100,12 +107,13 @@ class Played(BaseDrafter):
             if not pays([max(value for value, depth in zip(joint, level, strict=True) if depth == deepest)]):
                 break
             deepest += 1
-        kept = sum(depth <= deepest for depth in level)  # levels were recorded one after the other
+        kept = sum(depth <= deepest for depth in level)  # levels were recorded one after another
         return [ProposedTree(*(part[:kept] for part in tree))]
 
 
 def play(texts: list[Text], hybrid: Hybrid, costs: Costs, nodes: int | None) -> tuple[float, float]:
-    """(tokens per cost, tokens per pass) of a stream. `nodes`: the text drafter alone drafts this number of nodes."""
+    """Return (tokens per cost, tokens per pass) of a stream. With `nodes`, only the text drafter drafts that many
+    nodes."""
     tokens, spent, rounds = 0, 0.0, 0
     for text in texts:
         row = SimpleNamespace(ids=text.ids[: text.start], request=text.request, target_passes=0, draft_room=0)
@@ -134,7 +142,8 @@ def play(texts: list[Text], hybrid: Hybrid, costs: Costs, nodes: int | None) -> 
 
 
 def outcomes(texts: list[Text]) -> str:
-    """Ratios of outcomes to claims of both drafters, and the head's mean gain in tokens, over all positions."""
+    """Return the ratios of outcomes to claims for both drafters, and the head's mean gain in tokens, over all
+    positions."""
     sums, gain, positions = [[[0.0, 0] for _ in range(8)] for _ in (TEXT, HEAD)], 0, 0
     for text in texts:
         for n, trees in enumerate(zip(text.texts, text.heads, strict=True)):

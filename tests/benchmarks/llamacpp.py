@@ -1,12 +1,12 @@
-"""The same weights, prompts and threads in llama.cpp and here, one text at a time:
+"""Compare llama.cpp and specctl on the same weights, prompts and threads, one text at a time.
 
     python -m tests.benchmarks.llamacpp --python ENV/bin/python --target FILE.gguf --prompts FILE.jsonl [--drafter D] …
 
 ENV has the package `xllamacpp` (`python -m venv ENV; ENV/bin/pip install xllamacpp`). llama.cpp decodes the file and
-its weights in bf16, plainly and with its n-gram drafts; we decode the weights in bf16, and the file plainly and with
-each drafter (`lookup`, DIR, DIR+lookup). All sides take turns prompt by prompt. Tokens a second are those of decoding,
-without the prompt. The texts are greedy, and compared token by token: where two differ, the gap between our two largest
-logits at the first difference says whether it was a tie.
+its weights in bf16, plainly and with n-gram drafts. We decode the weights in bf16, and the file plainly and with each
+drafter (`lookup`, DIR, DIR+lookup). All sides take turns prompt by prompt. Tokens per second exclude the prompt.
+Greedy texts are compared token by token: at the first difference, the gap between our two largest logits tells whether
+it was a tie.
 """
 
 import json
@@ -33,12 +33,12 @@ from tests.benchmarks.comparison import answer, started
 from tests.toys.decoding import decode
 
 THEIRS = str(Path(__file__).with_name("llamacpp_theirs.py"))
-TIE = 0.5  # logits of bf16 weights and sums: a gap of less between the two largest decides nothing
+TIE = 0.5  # a smaller gap between two bf16 logits decides nothing
 
 
 @dataclass
 class Side:
-    """What one contender has decoded. Seconds are of decoding, and of reading prompts."""
+    """Texts and times of one contender, in seconds of decoding and of reading prompts."""
 
     texts: list[list[int]] = field(default_factory=list)
     tokens: int = 0
@@ -48,12 +48,12 @@ class Side:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
 
 def as_bf16(source: Path, to: Path) -> None:
-    """The file's weights, dequantised and rounded to bf16; norms stay in fp32, as llama.cpp wants them."""
+    """Write the file's weights dequantized to bf16; norms stay fp32, as llama.cpp requires."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(to, str(reader.fields["general.architecture"].contents()))
     for name, found in reader.fields.items():
@@ -73,7 +73,7 @@ def as_bf16(source: Path, to: Path) -> None:
 
 
 class Theirs:
-    """llama.cpp with one file, in a process of its own."""
+    """llama.cpp with one file, in a separate process."""
 
     def __init__(self, stack: ExitStack, python: Path, model: Path, threads: int, ngram: str = ""):
         self.process = stack.enter_context(started([str(python), "-I", THEIRS]))
@@ -88,7 +88,7 @@ class Theirs:
         self._say({"prompt": prompt, "n_predict": count})
         told = answer(self.process)
         took = told["timings"]
-        side.tokens += took["predicted_n"] - 1  # the first comes with the prompt
+        side.tokens += took["predicted_n"] - 1  # the first token comes with the prompt
         side.seconds += took["predicted_ms"] / 1e3
         side.prompt_tokens += took["prompt_n"]
         side.prompt_seconds += took["prompt_ms"] / 1e3
@@ -113,14 +113,14 @@ class Ours:
 
 
 def _loaded(target: Path, as_stored: str) -> Target:
-    """The target with its weights as in the file, or dequantised to bf16."""
+    """Load the target with its weights as stored, or dequantized to bf16."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECCTL_GGUF", as_stored)
         return load_target(str(target), device="cpu", dtype="bf16")
 
 
 def gap(target: Target, ids: list[int]) -> float:
-    """Between our two largest logits behind `ids`."""
+    """Return the gap between our two largest logits after `ids`."""
     with torch.inference_mode():
         cache = target.new_cache(1, len(ids) + 1)
         logits = target.prefill([ids], cache)[0][0].float()
@@ -160,7 +160,7 @@ def main(
             ids = mine.render(prompt.messages)
             for name, contender in contenders.items():
                 tokens = contender.decode(Side() if index == 0 else sides[name], ids, max_new_tokens)
-                while tokens and tokens[-1] in mine.eos_ids:  # llama.cpp leaves them out
+                while tokens and tokens[-1] in mine.eos_ids:  # llama.cpp omits them
                     tokens = tokens[:-1]
                 sides[name].texts.append([*ids, *tokens])
     show(sides, mine, [len(mine.render(prompt.messages)) for prompt in found], threads)

@@ -1,7 +1,7 @@
-"""llama.cpp's side of `tests.benchmarks.llamacpp`. It imports the package `xllamacpp` and nothing of specctl.
+"""The llama.cpp side of `tests.benchmarks.llamacpp`. It imports the package `xllamacpp` and nothing of specctl.
 
-The first line of the input says what to load. Each further line is a prompt as token ids; the answer is the text as
-token ids, and the seconds that llama.cpp says it took.
+The first line of the input names the files to load. Each further line is a prompt as token ids. The answer is the text
+as token ids, and the seconds reported by llama.cpp.
 """
 
 import json
@@ -22,7 +22,7 @@ def main() -> None:
     params = xllamacpp.CommonParams()
     params.model.path = asked["model"]
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = asked["threads"]
-    params.cpuparams.poll = params.cpuparams_batch.poll = 0  # threads that wait take nothing from the other side
+    params.cpuparams.poll = params.cpuparams_batch.poll = 0  # waiting threads must not slow the other side
     params.n_ctx, params.n_parallel, params.cache_ram_mib = CONTEXT, 1, 0
     if asked["ngram"]:
         params.speculative.types = [getattr(xllamacpp.common_speculative_type, NGRAM + asked["ngram"].upper())]

@@ -1,13 +1,12 @@
-"""Load on a running `specctl serve` with locust, a tool of the field. It needs an environment of its own:
+"""Load a running `specctl serve` with locust, in a separate environment.
 
     python -m venv /tmp/locust && /tmp/locust/bin/pip install locust
     specctl serve --drafter lookup --listen 127.0.0.1:8000
     /tmp/locust/bin/locust -f tests/benchmarks/locustfile.py --headless --host http://127.0.0.1:8000 \\
         --users 16 --spawn-rate 16 --run-time 60s
 
-Users ask one chat after the other, streamed or not. The row `stream` has the time to the headers, `first event` and
-`last event` the times to these events. Status 429 (no place) counts as a failure, and a stream without its last event
-does, too.
+Users send one chat after another, streamed or not. The row `stream` has the time to the headers, `first event` and
+`last event` the times to these events. Status 429 (no free slot) and a stream without its last event are failures.
 """
 
 import json
@@ -33,14 +32,14 @@ class ChatUser(FastHttpUser):
 
     @task
     def whole(self) -> None:
-        """Ask for a whole answer."""
+        """Request a whole answer."""
         with self.client.post(PATH, json=self.body(False), name="whole", catch_response=True) as said:
             if said.status_code == 200 and not json.loads(said.text)["usage"]["completion_tokens"]:
                 said.failure("no tokens")
 
     @task
     def stream(self) -> None:
-        """Ask for a stream, and time its first event."""
+        """Request a stream, and time its first event."""
         began, first, last = time.perf_counter(), None, b""
         with self.client.post(PATH, json=self.body(True), name="stream", catch_response=True, stream=True) as said:
             if said.status_code != 200:

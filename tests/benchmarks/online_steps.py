@@ -1,9 +1,9 @@
-"""What an online update gains and costs, by optimizer and size of its steps: a head meets texts of another domain.
+"""Gain and cost of an online update by optimizer and step size, for a head that meets another domain.
 
-python -m tests.benchmarks.online_steps MODEL.gguf drafters/sql-eagle3 distilled/math [CHUNKS]
+    python -m tests.benchmarks.online_steps MODEL.gguf drafters/sql-eagle3 distilled/math [CHUNKS]
 
-Chunks of 40 distilled texts of the training prompts, one after the other, without held-out texts. Prints the loss of
-the following chunk after 1, 2, … chunks, and the CPU seconds of an update.
+It learns chunks of 40 distilled texts one after another, without held-out texts. It prints the loss of the following
+chunk after 1, 2, … chunks, and the CPU seconds of an update.
 """
 
 import sys
@@ -22,8 +22,8 @@ from specctl.training.features import slot_batch
 from specctl.training.optimizers import is_embedding_like
 from specctl.training.trainable import TrainableHead, make_trainable
 
-CHUNK, JUDGED, JUDGED_DEPTHS = 40, 12, 4  # texts of a chunk; texts and draft depths of the loss that is printed
-SETTINGS = [  # optimizer, rate (None = the default), response tokens of a step, draft depths, vocabulary matrices learn
+CHUNK, JUDGED, JUDGED_DEPTHS = 40, 12, 4  # texts per chunk; texts and draft depths of the printed loss
+SETTINGS = [  # optimizer, rate (None is the default), tokens per step, draft depths, whether vocabulary matrices learn
     ("muon", None, 768, 2, False),
     ("muon", 1e-3, 384, 2, False),
     ("muon", 1e-3, 384, 4, True),

@@ -1,11 +1,11 @@
-"""Speed of `specctl serve` beside the bare engine, in one process: the texts and the batches are the same.
+"""Compare the speed of `specctl serve` with the bare engine in one process, on the same texts and batches.
 
     python -m tests.benchmarks.serve --target models/SmolLM2-135M-Instruct.Q4_1.gguf --drafter drafters/sql-eagle3
 
-Both decode in turns, and the order alternates: the machine may be busy. Offline is `decode` of the same requests. A
-client in a process of its own streams from the gateway. Every request with one token more is timed, too: its cost
-beyond a bare prefill is the gateway's own cost. On a busy machine, the ratio of CPU seconds of this process says more
-than the ratio of wall time.
+Gateway and engine decode in turns, in alternating order, because the machine may be busy. The engine decodes the same
+requests offline, while a client in a separate process streams from the gateway. One-token requests are timed too: their
+time beyond a bare prefill is the cost of the gateway. On a busy machine, the ratio of CPU seconds of this process is
+more reliable than the ratio of wall times.
 """
 
 import argparse
@@ -55,7 +55,7 @@ asyncio.run(main())
 
 
 class Client:
-    """A client in a process of its own."""
+    """A client in a separate process."""
 
     def __init__(self, address: str):
         self.url = f"{address}/v1/chat/completions"
@@ -64,7 +64,7 @@ class Client:
         )
 
     def ask(self, bodies) -> tuple[float, list[list[float]]]:
-        """Seconds of all bodies at once, and of each (first byte, whole)."""
+        """Return the seconds for all bodies at once, and (first byte, whole) for each."""
         self.process.stdin.write(json.dumps([self.url, bodies]) + "\n")
         self.process.stdin.flush()
         return tuple(json.loads(self.process.stdout.readline()))
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def compare(target, drafter, client: Client, prompts: list[str], options) -> dict:
-    """Tokens per second of the gateway, relative to the bare engine, over alternating repeats."""
+    """Return tokens per second of the gateway relative to the bare engine, over alternating repeats."""
     ids = [target.render([{"role": "user", "content": prompt}]) for prompt in prompts]
     engine = Engine(target, Fixed.of(drafter), EngineOptions(slots=32))
     bodies = [chat(prompt, options.tokens) for prompt in prompts]
@@ -130,7 +130,7 @@ def compare(target, drafter, client: Client, prompts: list[str], options) -> dic
 
 
 def own_cost(target, client: Client, prompt: str, repeats: int) -> dict:
-    """Milliseconds of a request for one token beyond the bare prefill with its chat template."""
+    """Return the milliseconds of a one-token request beyond the bare prefill with its chat template."""
     engine, bare, served_s = Engine(target), [], []
     messages = [{"role": "user", "content": prompt}]
     for _ in range(repeats):

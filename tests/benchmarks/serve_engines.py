@@ -1,11 +1,11 @@
-"""Cost of `specctl serve --server`: the same requests to an engine and through the gateway, in turns.
+"""Cost of `specctl serve --server`: send the same requests to an engine and through the gateway, in turns.
 
     python -m tests.benchmarks.serve_engines --tokens-per-s 50 --streams 64
 
 The engine is `tests/gateway/paced_engine.py`, a process that emits tokens at a steady pace and computes nothing. The
-gateway is the installed command with two addresses of engines, so that it also chooses. One client in a process of its
-own asks both. On a busy machine the medians of the differences say more than the tails, and the gateway's CPU time says
-more than both: `cpu_ms` is for a request, and `cpu_us_per_token` for each further token of a stream.
+gateway is the installed command with two engine addresses, so it also chooses. One client in a separate process sends
+to both. On a busy machine the medians of the differences are more reliable than the tails, and the gateway's CPU time
+is more reliable than both: `cpu_ms` per request, and `cpu_us_per_token` per further token of a stream.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def chat(number: int, tokens: int, stream: bool) -> dict:
 
 
 async def alone(http, urls: dict[str, str], repeats: int) -> dict:
-    """Milliseconds of a request for one token, from one client, in turns."""
+    """Return the milliseconds of one-token requests from one client, in turns."""
     times: dict[str, list[float]] = {name: [] for name in urls}
     for number in range(-20, repeats):
         for name in list(urls)[:: 1 if number % 2 else -1]:
@@ -49,7 +49,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 async def streams(http, url: str, count: int, tokens: int) -> float:
-    """Tokens per second of `count` streams at once."""
+    """Return tokens per second of `count` streams at once."""
 
     async def one(number: int) -> int:
         size = 0
@@ -65,20 +65,22 @@ async def streams(http, url: str, count: int, tokens: int) -> float:
 
 
 async def whole(http, url: str, count: int) -> None:
-    """Ask for `count` answers of one token at once."""
+    """Request `count` answers of one token at once."""
     for answer in await asyncio.gather(*[http.post(url, json=chat(number, 1, False)) for number in range(count)]):
         answer.raise_for_status()
 
 
 def computed(gateway: psutil.Process) -> float:
-    """Milliseconds of CPU time of a process: of all its threads, in nanoseconds, which `cpu_times` rounds to 10 ms."""
+    """Return the CPU milliseconds of all threads of a process. `cpu_times` would round to 10 ms."""
     tasks = Path(f"/proc/{gateway.pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e6
 
 
 async def cpu(gateway: psutil.Process, count: int, repeats: int, work) -> float:
-    """Milliseconds of the gateway's CPU time for one of `count` requests, which `work` makes: the least of the repeats,
-    because other processes can only add to it, when they empty caches."""
+    """Return the gateway's CPU milliseconds per request, for `count` requests made by `work`.
+
+    The minimum of the repeats is used, because other processes can only add time, by evicting caches.
+    """
     found = []
     for _ in range(repeats):
         began = computed(gateway)
@@ -88,7 +90,7 @@ async def cpu(gateway: psutil.Process, count: int, repeats: int, work) -> float:
 
 
 async def cpu_costs(http, url: str, gateway: psutil.Process, count: int, options) -> dict:
-    """CPU time of the gateway if `count` clients ask at once."""
+    """Measure the gateway's CPU time with `count` simultaneous clients."""
 
     async def streamed(tokens: int) -> float:
         return await cpu(gateway, count, options.repeats, lambda: streams(http, url, count, tokens))

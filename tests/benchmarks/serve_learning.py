@@ -1,10 +1,10 @@
 """Effect of `specctl serve --learn` on concurrent streams: tokens per round early and late, and latency between parts.
 
-    python -m tests.benchmarks.serve_learning --target models/SmolLM2-135M-Instruct.Q4_1.gguf \
+    python -m tests.benchmarks.serve_learning --target models/SmolLM2-135M-Instruct.Q4_1.gguf \\
         --drafter drafters/sql-eagle3 --prompts math.test.jsonl learn.learner.budget=null
 
-The installed command serves, once with --learn and once without, with the other arguments the same. Clients stream the
-same prompts. Every line is about the texts between two marks; `between_s` are seconds between two parts of one stream.
+The installed command serves once with --learn and once without, with otherwise equal arguments. Clients stream the
+same prompts. Each line covers the texts between two marks; `between_s` are seconds between two parts of a stream.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SAMPLES = (*SUMS, "specctl:learning_version")
 
 
 async def stream(http, url, prompts, tokens, gaps):
-    """Ask for texts one after the other, as long as there are prompts."""
+    """Request texts one after another while there are prompts."""
     while prompts:
         messages = [{"role": "user", "content": prompts.pop(0)}]
         body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
@@ -38,7 +38,7 @@ async def stream(http, url, prompts, tokens, gaps):
 
 
 def counts(address):
-    """Sums of the samples of the page of metrics."""
+    """Return the sums of the samples of the metrics endpoint."""
     page = httpx.get(address + "/metrics", timeout=60).text
     found = dict.fromkeys(SAMPLES, 0.0)
     for line in page.splitlines():
@@ -49,7 +49,7 @@ def counts(address):
 
 
 async def part(address, prompts, options):
-    """Serve some prompts; returns seconds, and gaps between parts."""
+    """Serve some prompts; return the seconds and the gaps between parts."""
     gaps, began = [], time.perf_counter()
     async with httpx.AsyncClient(timeout=None) as http:
         url, left = address + "/v1/chat/completions", list(prompts)
@@ -58,7 +58,7 @@ async def part(address, prompts, options):
 
 
 def measure(learn, prompts, options, rest):
-    """Serve all prompts with a process of its own, and print a line per part."""
+    """Serve all prompts with a separate process, and print a line per part."""
     flags = ["--learn", *rest] if learn else []
     command = [sys.executable, "-m", "specctl", "serve", "--target", options.target, "--drafter", options.drafter]
     command += ["--listen", "127.0.0.1:0", "--json", "--output-dir", str(options.output / f"learn-{learn}"), *flags]

@@ -1,13 +1,15 @@
-"""Texts that turn in the middle: python -m tests.benchmarks.shifts TABLE POLICY[,…] [KEY=VALUE …]
+"""Compare policies on texts that change their domain in the middle.
 
-Recorded texts are joined, as if each went on as the next one: one prompt, one game. A text that turns has `texts` of
-one domain and then as many of another one, and a text that stays has 2 × `texts` of one domain. Printed is the speed by
-the table's cost model, as a share of the speed of the fastest arm: of each half, and of the whole text. The means are
-over `seeds` drawings of the texts. TABLE is a file of `specctl record`, or `synthetic`: four specialists and two cheap
-arms of known acceptance.
-KEY=VALUE: texts=2, seeds=8; plain=false (plain decoding is no arm, as it is in live decoding); steady=20 (`cgp-ucb`:
-`contextual.STEADY`; 1e9 turns fading off); arms=A,B,… (some of the table's); and constants of policies (`policy`), such
-as discount=0.9 or window=20.
+    python -m tests.benchmarks.shifts TABLE POLICY[,…] [KEY=VALUE …]
+
+Recorded texts are joined into one prompt and one game. A text that shifts has `texts` texts of one domain and then
+`texts` of a second domain; a text that stays has 2 × `texts` of one domain. The output is the speed by the table's cost model,
+as a share of the fastest arm, for each half and for the whole text. Means are over `seeds` drawings. TABLE is a file of
+`specctl record`, or `synthetic`: four specialists and two cheap arms with known acceptance.
+
+KEY=VALUE: texts=2, seeds=8; plain=false (without plain decoding as an arm, which live decoding has); steady=20
+(`contextual.STEADY` of `cgp-ucb`; 1e9 turns fading off); arms=A,B,… (a subset of the table's); and constants of
+policies (`policy`), such as discount=0.9 or window=20.
 """
 
 import json
@@ -34,15 +36,17 @@ DRAWS = 2  # drawings of the table's texts in one stream
 
 
 class Speed(NamedTuple):
-    """Speed of a policy on a stream as a share of the fastest arms', and median microseconds of a choice."""
+    """Speed of a policy on a stream relative to the fastest arms, and median microseconds per choice."""
 
     share: float
     decide_us: float
 
 
 def synthetic(seed: int = 0) -> Table:
-    """A head for each of four kinds of prompts, accepted with 0.8 there and 0.5 elsewhere; `lookup`, and a store that
-    is good for half of the kinds, both of which cost little."""
+    """Return a table with four heads accepted at 0.8 for one kind of prompts each and 0.5 for the others.
+
+    It also has `lookup`, and a datastore that is good for half of the kinds; both are cheap.
+    """
     generator = np.random.default_rng(seed)
     directions, traces = generator.normal(size=(KINDS, 32)), []
     for n in range(QUERIES):
@@ -58,7 +62,7 @@ def synthetic(seed: int = 0) -> Table:
 
 
 def chains(traces: list[Trace], texts: int, turn: bool, seed: int) -> list[tuple[list[Trace], list[Trace]]]:
-    """Both halves of joined texts, in an order that is drawn; every recorded text is in `DRAWS` of them at most."""
+    """Return both halves of the joined texts in random order; each recorded text occurs at most `DRAWS` times."""
     draw, found = random.Random(seed), []
     for _ in range(DRAWS):
         left: dict[str, list[Trace]] = {}
@@ -77,7 +81,7 @@ def chains(traces: list[Trace], texts: int, turn: bool, seed: int) -> list[tuple
 
 
 def joined(first: Trace, second: Trace) -> Trace:
-    """The first text, which goes on as the second: no draft that was made in the first knows a token of that."""
+    """Join two texts. Drafts made in the first know no token of the second."""
     left = first.tokens - np.arange(first.tokens)
     parts = {
         name: np.concatenate([getattr(first, name), getattr(second, name)], 1)
@@ -88,8 +92,10 @@ def joined(first: Trace, second: Trace) -> Trace:
 
 
 def played(table: Table, name: str, constants: PolicyRecipe, found: list[tuple[list[Trace], list[Trace]]]) -> Speed:
-    """Play a policy on joined texts, and compare it with the fastest arm of every half; texts of one domain have the
-    same arm in both halves, the fastest one of the whole."""
+    """Play a policy on joined texts and compare it with the fastest arm of each half.
+
+    Texts of one domain have the same fastest arm in both halves.
+    """
     whole = [reduce(joined, [*first, *second]) for first, second in found]
     turns = found[0][0][0].domain != found[0][1][0].domain
     alone = [reduce(joined, half) for pair in found for half in pair] if turns else whole

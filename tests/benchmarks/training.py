@@ -1,15 +1,16 @@
-"""Speed and memory of training, and where the time of a step goes.
+"""Speed and memory of training, and a profile of a training step.
 
     python -m tests.benchmarks.training --distilled distilled/sql [--arch eagle3] [--steps 60]
     python -m tests.benchmarks.training --distilled distilled/sql --against-speculators PYTHON
 
-Times `steps` optimizer steps of the default recipe, then profiles as many again; shares are of all operations' time.
+It times `steps` optimizer steps of the default recipe, and then profiles as many again; shares are of the time of all
+operations.
 
-With PYTHON, an interpreter that has `speculators` 0.9, the step of `eagle3` or `dflash` is timed against its class for
-that instead: see `tests.benchmarks.comparison`. It wants an older `transformers`, so an environment of its own:
+With PYTHON, an interpreter with `speculators` 0.9, the step of `eagle3` or `dflash` is compared with its class instead:
+see `tests.benchmarks.comparison`. `speculators` needs an older `transformers`, so it gets a separate environment:
 
     python -m venv V && V/bin/pip install torch==2.13.0 'speculators==0.9.*'
-    V/bin/pip uninstall torchvision torchaudio    # where torch is a CPU build: those that pip finds are for CUDA
+    V/bin/pip uninstall torchvision torchaudio    # if torch is a CPU build, because pip installs CUDA builds of both
 """
 
 import argparse
@@ -30,7 +31,7 @@ from tests.benchmarks.comparison import compare, report
 
 COMPARED = ("eagle3", "dflash")
 
-# Rows of the profile; each counts the operations that it calls.
+# Rows of the profile; each counts the operations it calls.
 PARTS = {
     "attention, forward": ("_Merged",),
     "attention, backward": ("_MergedBackward",),
@@ -41,7 +42,7 @@ PARTS = {
 
 
 def steps(trainer: Trainer, count: int) -> float:
-    """Seconds of `count` optimizer steps."""
+    """Return the seconds of `count` optimizer steps."""
     with track("benchmark", total=count, unit="steps") as bar:
         started = time.perf_counter()
         for _ in range(count):
