@@ -64,8 +64,8 @@ def compare(distilled: Path, python: Path, steps: int, arch: str = "eagle3") -> 
     """Time `steps` optimizer steps of each side; `python` is an interpreter with `speculators` 0.9.
 
     Raises:
-      UsageError: `python` does not have it.
-      SpecctlError: a side failed, or the sides differ in threads or in their first losses.
+        UsageError: `python` does not have it.
+        SpecctlError: a side failed, or the sides differ in threads or in their first losses.
     """
     require_speculators(python)
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:

@@ -3,9 +3,9 @@
     python -m tests.benchmarks.shifts TABLE POLICY[,…] [KEY=VALUE …]
 
 Recorded texts are joined into one prompt and one game. A text that shifts has `texts` texts of one domain and then
-`texts` of a second domain; a text that stays has 2 × `texts` of one domain. The output is the speed by the table's cost model,
-as a share of the fastest arm, for each half and for the whole text. Means are over `seeds` drawings. TABLE is a file of
-`specctl record`, or `synthetic`: four specialists and two cheap arms with known acceptance.
+`texts` of a second domain; a text that stays has 2 × `texts` of one domain. The output is the speed by the table's
+cost model, as a share of the fastest arm, for each half and for the whole text. Means are over `seeds` drawings.
+TABLE is a file of `specctl record`, or `synthetic`: four specialists and two cheap arms with known acceptance.
 
 KEY=VALUE: texts=2, seeds=8; plain=false (without plain decoding as an arm, which live decoding has); steady=20
 (`contextual.STEADY` of `cgp-ucb`; 1e9 turns fading off); arms=A,B,… (a subset of the table's); and constants of

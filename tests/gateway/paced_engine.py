@@ -1,6 +1,6 @@
 """A fake vLLM process that emits tokens at a steady pace: `python paced_engine.py PORT TOKENS_PER_S`.
 
-It imports the standard library only, so that it restarts at once and uses little CPU. The first line of its output is
+It uses little CPU, and restarts at once because it imports only the standard library. The first line of its output is
 its address; port 0 picks a free port.
 """
 
