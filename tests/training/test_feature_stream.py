@@ -1,6 +1,8 @@
-"""A training on streamed features learns the same bits as one on kept features, whatever happens to the servers; few
-files exist at a time, and none afterwards."""
+"""A training on streamed features learns the same bits as a training on stored features, through every failure of a
+server. Few files exist at a time, and none after the training."""
 
+import functools
+import re
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -31,17 +33,28 @@ LAST = 10
 STEPS = 20
 
 
+def remembered(function):
+    """A function of ids that computes each text once: a training asks for it in every epoch."""
+    cached = functools.cache(lambda ids: function(list(ids)))
+    return lambda ids: cached(tuple(ids))
+
+
+@pytest.fixture(scope="module")
+def states(target):
+    """Ids → the target's hidden states of `TAPS` and of the last layer."""
+    return remembered(partial(raw_states, target, layers=(*TAPS, LAST)))
+
+
 @pytest.fixture
-def serve(target, tmp_path, monkeypatch):
-    """`serve(port)`: a capture server of the target for `TAPS`. The files of all are in `tmp_path / "files"`."""
+def serve(target, states, tmp_path, monkeypatch):
+    """`serve(port)`: a capture server of the target for `TAPS`. All servers write below `tmp_path / "files"`."""
     monkeypatch.setattr("specctl.engines.client.FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr("specctl.engines.client.LONGEST_PAUSE_S", 0.2)
     monkeypatch.setattr(feature_stream, "FOLLOW_S", 0.05)
     (tmp_path / "files").mkdir()
     servers = []
 
-    def start(port=0, states=None):
-        states = states or partial(raw_states, target, layers=(*TAPS, LAST))
+    def start(port=0, states=states):
         place = tmp_path / "files" / str(len(servers))
         place.mkdir()
         server = CapturingEngine(target.tokenizer, "vllm", place, states, port=port)
@@ -57,6 +70,12 @@ def serve(target, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def examples(distilled, target, tmp_path_factory):
     return load_corpus(recipe(distilled, tmp_path_factory.mktemp("corpus")), target).train[:16]
+
+
+@pytest.fixture(scope="module")
+def computed(target, examples):
+    """The features of the examples, computed in this process."""
+    return FeatureStore(target, TAPS).get(examples)
 
 
 def files(place):
@@ -99,7 +118,7 @@ def equal(own, theirs):
 
 @pytest.fixture(scope="module")
 def own(distilled, target, tmp_path_factory):
-    """What a training learns on features on disk, in more than two epochs."""
+    """Loss lines and weights of a training on features on disk, in more than two epochs."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "load_target", lambda **_: target)
         place = tmp_path_factory.mktemp("own")
@@ -115,9 +134,10 @@ def known_target(target, monkeypatch):
 
 @contextmanager
 def largest(place):
-    """A list that gets, at the end, the most bytes of hidden states that there were at a time under `place`: files, and
-    files that are deleted but still mapped by this process."""
+    """A list with the largest number of bytes of hidden states at one time under `place`: files, and deleted files that
+    this process still maps."""
     found, done = [0], threading.Event()
+    mapped = re.compile(rb"^(\w+)-(\w+) .*%s.*\(deleted\)$" % re.escape(str(place)).encode(), re.MULTILINE)
 
     def watch():
         while not done.wait(0.002):
@@ -125,10 +145,8 @@ def largest(place):
             for path in files(place):
                 with suppress(FileNotFoundError):
                     sizes.append(path.stat().st_size)
-            for line in Path("/proc/self/maps").read_text().splitlines():
-                if str(place) in line and "(deleted)" in line:
-                    first, last = (int(part, 16) for part in line.split()[0].split("-"))
-                    sizes.append(last - first)
+            for first, last in mapped.findall(Path("/proc/self/maps").read_bytes()):
+                sizes.append(int(last, 16) - int(first, 16))
             found[0] = max(found[0], sum(sizes))
 
     thread = threading.Thread(target=watch)
@@ -150,7 +168,7 @@ def until(condition, seconds=20.0):
 def test_a_head_learns_the_same_from_texts_that_are_asked_for_in_every_epoch(
     distilled, known_target, serve, own, tmp_path
 ):
-    """No file is left, and the progress is in the metrics."""
+    """No file is left, and the metrics show the progress of the stream."""
     server = serve()
     theirs = train(distilled, tmp_path / "streamed", streaming(server))
     equal(own, theirs)
@@ -162,7 +180,7 @@ def test_a_head_learns_the_same_from_texts_that_are_asked_for_in_every_epoch(
 
 
 def test_a_server_that_is_killed_again_and_again_loses_nothing(distilled, known_target, serve, own, tmp_path, target):
-    """Its requests in flight break off, and it comes back at its address with an empty directory."""
+    """Every time, its requests in flight break off, and it comes back at its address with an empty directory."""
     servers, over = [serve()], threading.Event()
     servers[0].seconds = 0.2
     trash = make(tmp_path / "trash")
@@ -170,7 +188,7 @@ def test_a_server_that_is_killed_again_and_again_loses_nothing(distilled, known_
     def kill():
         while not over.wait(1.0):
             old = servers[-1]
-            place, old.place = old.place, trash  # of what its threads still do
+            place, old.place = old.place, trash  # for files that its threads still write
             old.gone, old.faults = True, lambda number: "reset"
             old.__exit__()
             time.sleep(0.05)
@@ -195,7 +213,8 @@ def test_a_server_that_is_killed_again_and_again_loses_nothing(distilled, known_
 
 
 def test_servers_join_and_leave(distilled, known_target, serve, own, tmp_path, target, capsys):
-    """The second joins, and the first leaves; one that gives other layers, or does not respond, never takes part."""
+    """The second server joins, and the first leaves. A server that gives other layers, or does not respond, never takes
+    part."""
     first, second = serve(), serve()
     wrong = serve(states=partial(raw_states, target, layers=(3, 6, 8, LAST)))
     listed = tmp_path / "servers"
@@ -236,11 +255,12 @@ def test_servers_join_and_leave(distilled, known_target, serve, own, tmp_path, t
 
 @pytest.mark.parametrize("layers", [True, False], ids=["whole target", "ends"])
 def test_a_stopped_run_goes_on_at_its_text(distilled, target, serve, own, tmp_path, monkeypatch, layers):
-    """With the bits of a run that was not stopped. Without the target's layers too, and with a mat that is expected."""
+    """The resumed run learns the bits of a run without a stop. It also does without the target's layers, where it
+    estimates mat."""
     ends = target if layers else load_target("builtin", device="cpu", dtype="fp32", whole=False)
     monkeypatch.setattr(loop, "load_target", lambda **_: ends)
     server = serve()
-    server.logprobs = partial(raw_logprobs, target)
+    server.logprobs = remembered(partial(raw_logprobs, target))
     held_out = HeldOutRecipe(prompts=2, max_new_tokens=4, fraction=0.02 if layers else 0.3, every=4)
     options = dict(features=streaming(server, ahead=3, concurrency=2), eval=held_out)
     options["features"].dir = tmp_path / "features"
@@ -273,7 +293,7 @@ def test_a_stopped_run_goes_on_at_its_text(distilled, target, serve, own, tmp_pa
 
 
 def expected_texts(distilled, place, target, step, held_out):
-    """Texts of a run from `step` on, as they are sent."""
+    """Texts of a run from `step` on, in the form of a request."""
     made = recipe(distilled, place, max_steps=STEPS, features=FeatureRecipe(mode="online"), eval=held_out)
     trainer = loop.make_trainer(made, Run(place))
     trainer.state.step, at = 0, trainer.state
@@ -294,7 +314,7 @@ SPOILS = {
 
 
 @pytest.mark.parametrize("kind", SPOILS)
-def test_unusable_states_are_asked_for_again_and_then_named(target, examples, serve, capsys, kind):
+def test_unusable_states_are_asked_for_again_and_then_named(target, examples, computed, serve, capsys, kind):
     server = serve()
     text, left = list(examples[5].tokens[:-1]), [2]
 
@@ -306,7 +326,7 @@ def test_unusable_states_are_asked_for_again_and_then_named(target, examples, se
 
     server.spoil = spoil
     with stream(target, examples, streaming(server)) as store:
-        assert same(store.get(examples), FeatureStore(target, TAPS).get(examples))
+        assert same(store.get(examples), computed)
     assert capsys.readouterr().err.count(f"the sequence of prompt {examples[5].prompt_id}") == 2
 
     left[0] = 10**6
@@ -317,15 +337,16 @@ def test_unusable_states_are_asked_for_again_and_then_named(target, examples, se
         store.get(examples)
 
 
-def test_files_that_are_half_written_are_asked_for_again(target, examples, serve):
+def test_files_that_are_half_written_are_asked_for_again(target, examples, computed, serve):
     server = serve()
     with stream(target, examples, streaming(server)) as store:
         server.spoiled = server.written + 5
-        assert same(store.get(examples), FeatureStore(target, TAPS).get(examples))
+        assert same(store.get(examples), computed)
 
 
 def test_servers_wait_for_the_training(target, examples, serve, tmp_path):
-    """The bound holds for all processes together: each has half of it, and of the concurrent requests."""
+    """The bound holds for all processes together: each of two processes gets half of the bound and half of the
+    concurrent requests."""
     server = serve()
     with stream(target, examples, streaming(server, ahead=6, concurrency=4), processes=2) as store:
         asked = server.asked.total()
@@ -341,21 +362,25 @@ def test_servers_wait_for_the_training(target, examples, serve, tmp_path):
         assert server.most <= 2
 
 
-def test_a_server_that_comes_back_with_other_weights_gives_no_states(target, examples, serve, monkeypatch, capsys):
-    """A text is asked for again, and each try notices the weights."""
+def test_a_server_that_comes_back_with_other_weights_gives_no_states(
+    target, examples, computed, serve, monkeypatch, capsys
+):
+    """A text is asked for again, and each try notices the weights. One request at a time: a restart breaks off every
+    request in flight, and this one only the next."""
     monkeypatch.setattr(feature_stream, "FOLLOW_S", 60.0)
     server = serve()
-    with stream(target, examples, streaming(server)) as store:
+    with stream(target, examples, streaming(server, concurrency=1)) as store:
         before = server.states
 
         def restart(number):
             server.shift, server.states, server.faults = 0.5, lambda ids: 2 * before(ids), lambda number: None
             return "reset"
 
+        until(lambda: store.stream.ready == 4)  # no request is in flight: its answer would have the other weights
         server.faults = restart
         with pytest.raises(EngineError, match="restarted with different weights"):
-            for example in examples:
-                assert same(store.get([example]), FeatureStore(target, TAPS).get([example]))
+            for example, features in zip(examples, computed, strict=True):
+                assert same(store.get([example]), [features])
     assert "different weights during this run; they are asked for again" in capsys.readouterr().err
 
 
@@ -388,12 +413,12 @@ def test_without_a_server_the_training_ends(target, examples, serve):
     assert "--resume" in error.value.hint
 
 
-def test_the_first_server_is_waited_for(target, examples, serve, tmp_path):
+def test_the_first_server_is_waited_for(target, examples, computed, serve, tmp_path):
     listed = tmp_path / "servers"
     features = FeatureRecipe(servers=listed, server=ServerRecipe(wait_s=20))
     threading.Timer(0.3, lambda: listed.write_text(f"http://127.0.0.1:9\n{serve().url}\n")).start()
     with stream(target, examples, features) as store:
-        assert same(store.get(examples), FeatureStore(target, TAPS).get(examples))
+        assert same(store.get(examples), computed)
 
 
 def test_without_an_address_the_command_is_told(target, examples, tmp_path):
@@ -408,7 +433,7 @@ def test_without_an_address_the_command_is_told(target, examples, tmp_path):
 
 @pytest.mark.slow
 def test_processes_ask_for_their_own_texts(distilled, serve, tmp_path):
-    """Two processes learn what they learn on features on disk; each text of a step is asked for by one of them."""
+    """Two processes learn the same as on features on disk; one of them asks for each text of a step."""
     server = serve()
     losses = {}
     for mode in ("cached", "stream"):
