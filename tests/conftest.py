@@ -1,4 +1,4 @@
-"""Targets shared by all tests: the built-in one, and tiny random ones of other architectures."""
+"""Targets shared by all tests: the built-in target, and tiny random targets of other architectures."""
 
 import atexit
 import errno
@@ -57,7 +57,8 @@ ARCHITECTURES = {
 
 
 class LargestTensor(TorchDispatchMode):
-    """Within it, `elements` is that of the largest tensor any operation makes: quadratic memory shows at any size."""
+    """A context. `elements` is the size of the largest tensor that an operation makes inside: quadratic memory shows
+    at any size."""
 
     elements = 0
 
@@ -79,8 +80,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Search for garbage neither while modules are imported and their asserts rewritten, which takes a third less
-    time, nor later in what they hold: DeepSpeed asks for many searches."""
+    """Collect the tests without garbage collection, which takes a third less time. Later searches skip the modules'
+    objects: DeepSpeed asks for many searches. Searches are also rarer than by default: most would find little."""
     gc.disable()
     try:
         return (yield)
@@ -88,6 +89,7 @@ def pytest_collection():
         gc.collect()
         gc.freeze()
         atexit.register(gc.unfreeze)  # later than pytest's own searches at the end
+        gc.set_threshold(20_000)
         gc.enable()
 
 
@@ -113,11 +115,11 @@ def even_costs(target, head, name):
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_its_own(tmp_path_factory):
-    """Later runs reuse the compiled C++ step and measured costs from a cache. Tests have one, apart from the user's.
-    Only the compiled step is the user's: the name of its file is a hash of its source.
+    """Give the tests a cache apart from the user's. A cache holds the compiled C++ step and measured costs for later
+    runs. The compiled step alone is shared with the user: a hash of its source names its file.
 
-    All processes of a test run share the cache. Costs are medians of few repeats here, and runs are warmed up by
-    answers of three tokens: no test depends on the seconds. A failed request is sent again at once.
+    All processes of a test run share the cache. Costs are medians of few repeats here, and answers of three tokens
+    warm up a run: no test depends on the seconds. A failed request is sent again at once.
     """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -142,19 +144,19 @@ def cache_of_its_own(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_power_cut():
-    """Files reach the disk when the system writes them. The tests kill processes, which loses nothing that was written.
-    Thousands of files would else wait for the disk one by one."""
+    """Let the system choose when files reach the disk: thousands of files would wait for it one by one. The tests kill
+    processes, which loses no file; they never cut the power."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 
-PATIENCE_S = 10  # for whoever waits for a pipe
+PATIENCE_S = 10  # before a wait at a pipe is ended
 
 
 @pytest.fixture
 def pipe():
-    """`pipe(path)`: a named pipe. Whoever waits for somebody at its other end is let go, and the test fails."""
+    """`pipe(path)`: a named pipe. Code that waits at one end is released, and the test fails."""
     made, waited, ended = [], [], threading.Event()
 
     def make(path):
@@ -164,7 +166,7 @@ def pipe():
 
     def release(path):
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # only where somebody reads
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # fails without a reader
             waited.append(path)
             os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
         except OSError as error:
@@ -184,7 +186,7 @@ def pipe():
 
 
 def holding(directory, secret):
-    """The files below `directory` that hold a text, by their names."""
+    """Names of the files below `directory` that contain the text `secret`."""
     files = [path for path in directory.rglob("*") if path.is_file()]
     return [str(path.relative_to(directory)) for path in files if secret.encode() in path.read_bytes()]
 
@@ -203,7 +205,7 @@ def target(builtin_target):
 
 @pytest.fixture(scope="session")
 def shallow(tmp_path_factory):
-    """The first three of the built-in target's ten layers, as a target: as sure of its tokens, in a third of the time.
+    """A target of the first three of the built-in target's ten layers: as sure of its tokens, in a third of the time.
     It repeats itself less, and ends its texts less often."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -274,7 +276,7 @@ def scripted():
 
 
 class Script:
-    """Drafts `depth` tokens of a text known for each prompt: the plain answer makes a perfect drafter."""
+    """Drafts `depth` tokens of the text that is given for each prompt: the plain answer makes a perfect drafter."""
 
     taps: tuple[int, ...] = ()
 

@@ -100,8 +100,8 @@ COMMANDS = {
 
 
 def recipe(prompts, **fields):
-    """Played by mat: tokens a second are another number in every run. Drafters draft alone. `record`, `replay` and the
-    keys of a router name the command, which takes those of the other keys that it has."""
+    """A game for mat: tokens per second change from run to run. Drafters draft alone. `record`, `replay` and the keys
+    of a router choose the command, which gets only its own keys."""
     model = SelectRecipe
     for key, command in (("replay", ReplayRecipe), ("record", RecordRecipe)):
         model = command if key in fields else model
@@ -122,7 +122,7 @@ def recipe(prompts, **fields):
 
 
 def selected(tmp_path, made, target, pool):
-    """The result of a run, its document, and its rounds, which replays and recordings do not have."""
+    """The result of a run, its document, and its rounds (empty for replays and recordings)."""
     run = Run.create("select", made, tmp_path / "run")
     options = {} if isinstance(made, ReplayRecipe) else {"target": target, "drafters": pool}
     found = COMMANDS[type(made)](made, run, **options)
@@ -146,7 +146,7 @@ def test_policies_side_by_side(tmp_path, prompts, target, pool, batch, reset):
     rows = {row.algo: row for row in found.policies}
     assert [row.kind for row in found.policies] == ["policy"] * 3 + ["baseline", "arm", "arm", "arm", "baseline"]
     assert rows["good"].mat > rows["lookup"].mat
-    # Of all arms the oracle is best; whoever drafts everything cannot be worse.
+    # No arm is better than the oracle, and drafting with every arm is at least as good as the oracle.
     assert found.oracle_mat >= rows["good"].mat - 1e-9
     assert rows["draft-all"].mat >= found.oracle_mat - 1e-9
     for name in made.algo:
@@ -157,18 +157,18 @@ def test_policies_side_by_side(tmp_path, prompts, target, pool, batch, reset):
         assert 0 <= row.best_arm_ratio <= 1
     assert rows["hedgespec"].score_share > 0 and rows["random"].score_ms_p50 is None
     assert rows["vanilla"].mat == 1
-    # What intervals are made of: everything of a session is drawn together.
-    kept = pq.read_table(tmp_path / "run/records.parquet").to_pylist()
-    assert {row["agreement"] for row in kept} == {None, "equal"}
-    assert len({(row["id"], row["session"]) for row in kept}) == 4
+    # The bootstrap draws whole sessions.
+    records = pq.read_table(tmp_path / "run/records.parquet").to_pylist()
+    assert {row["agreement"] for row in records} == {None, "equal"}
+    assert len({(row["id"], row["session"]) for row in records}) == 4
     for name in made.algo:
         order = [0, 0, 1, 1] if batch == 1 else [0, 1, 0, 1]
-        assert [row["session"] for row in kept if row["drafter"] == name] == order
+        assert [row["session"] for row in records if row["drafter"] == name] == order
 
 
 def test_speeds_are_against_the_fastest_plain_decoding(tmp_path, prompts, target, pool, monkeypatch):
-    """A policy looks on at its rounds, so they are the host's, and those of its arms. Plain decoding, which is what
-    nobody needs a drafter for, runs ahead on a device."""
+    """A policy observes its rounds, so its rounds and the rounds of its arms run on the host. Plain decoding needs no
+    drafter, and its rounds run ahead on the device."""
     rounds = watch_device_rounds(monkeypatch)
     made = recipe(prompts, algo=["metasd-ucb"], baselines=["vanilla", "fixed"])
     found, _, _ = selected(tmp_path, made, target, {"lookup": pool["lookup"], "suffix": pool["suffix"]})
@@ -176,8 +176,8 @@ def test_speeds_are_against_the_fastest_plain_decoding(tmp_path, prompts, target
 
 
 def test_graphs_are_captured_before_anything_is_timed(tmp_path, tiny_directory, monkeypatch):
-    """Those of all arms of every policy: it would else pay for them with its first texts, arms by themselves would not.
-    And they are of the texts to come."""
+    """The graphs of all arms of every policy. Otherwise a policy would capture them during its first texts, and an arm
+    alone would not. The graphs also fit the texts to come."""
     target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
     options, captured, began = DraftingRecipe(stop_below=0.0, keep_above=0.0), play_graphs(monkeypatch), []
     heads = {
@@ -191,18 +191,18 @@ def test_graphs_are_captured_before_anything_is_timed(tmp_path, tiny_directory, 
 
     monkeypatch.setattr("specctl.measuring.contenders.WARMUP_TOKENS", 16)
     monkeypatch.setattr(select_contenders, "measure", measured)
-    prompts = write_prompts(tmp_path, [f"Name {n}." for n in range(4)])
+    prompts = write_prompts(tmp_path, [f"Name {n}." for n in range(2)])
     game = {"reward": "be", "depth": 2}
     made = recipe(prompts, algo=["random", "hedgespec"], baselines=["vanilla", "fixed"], game=game)
     found, _, _ = selected(tmp_path, made, target, heads)
     assert found.rounds_on == "device" and found.lossless.mismatches == 0
-    arms = 1 + len(heads)  # with plain decoding, which is none of `random`'s
+    arms = 1 + len(heads)  # with plain decoding, which is no arm of `random`
     assert began == [len(captured)] == [1 + arms + len(heads) + arms]
 
 
 @pytest.mark.parametrize("plain", [None, True, False])
-def test_plain_decoding_is_an_arm_of_who_plays_for_seconds(tmp_path, prompts, target, plain):
-    """To others it is a loss in every round."""
+def test_plain_decoding_is_an_arm_of_policies_that_play_for_seconds(tmp_path, prompts, target, plain):
+    """For other policies, it is a loss in every round."""
     pool = {"lookup": Lookup(4), "suffix": Suffix(depth=4, nodes=8, children=2)}
     options = dict(algo=["cgp-ucb", "hedgespec", "metasd-ucb"], game={}, baselines=[], limit=2)
     made = recipe(prompts, arms={"plain": plain}, sampling={"max_new_tokens": 12}, **options)
@@ -222,7 +222,8 @@ def test_a_router_and_plain_decoding_exclude_each_other(tmp_path, prompts):
 
 
 def test_policies_that_skip_beside_those_that_recompute(tmp_path, prompts, target, pool):
-    """The same choices, as `random` learns nothing; with a narrow window fewer tokens to read, and worse drafts."""
+    """`random` learns nothing, so it makes the same choices. A narrow window means fewer tokens to read and worse
+    drafts."""
     made = recipe(
         prompts,
         algo=["random", "hedgespec"],
@@ -249,8 +250,8 @@ def test_rounds_of_the_warm_up_are_not_counted(tmp_path, prompts, target, pool):
 
 
 @pytest.mark.parametrize("reset", ["query", "stream"])
-def test_what_was_dropped_is_counted_of_every_game(tmp_path, prompts, target, reset, monkeypatch):
-    """Also of those that were not over when the last text was: of a stream, which is one game, it was 0."""
+def test_dropped_rounds_of_every_game_are_counted(tmp_path, prompts, target, reset, monkeypatch):
+    """Games that go on after the last text count too: for a stream, which is one game, the count was 0."""
     monkeypatch.setattr("specctl.selection.controller.overlap", lambda *_: np.array([np.nan]))
     made = recipe(prompts, algo=["metasd-ucb"], reset=reset, baselines=[], sampling={"max_new_tokens": 6})
     found, _, rounds = selected(tmp_path, made, target, {"lookup": Lookup(4), "suffix": Suffix(4, 8, 2)})
@@ -266,7 +267,7 @@ def test_sampled_text_does_not_depend_on_the_choice(tmp_path, prompts, target, p
 
 
 def test_repeats_are_other_draws_of_the_policy(tmp_path, prompts, target, pool):
-    """Greedy text is the same for every seed; if the choices were, too, --seeds would only repeat one number."""
+    """Greedy texts are the same for every seed. With the same choices too, --seeds would only repeat one number."""
     made = recipe(prompts, algo=["random"], seeds=[0, 1], sampling={"seed": 3})
     _, _, rounds = selected(tmp_path, made, target, pool)
     arms = {seed: [line["arm"] for line in rounds if line["seed"] == seed] for seed in (0, 1)}
@@ -277,7 +278,7 @@ def test_repeats_are_other_draws_of_the_policy(tmp_path, prompts, target, pool):
 
 @pytest.mark.parametrize("reset", ["query", "session"])
 def test_a_prompt_may_be_of_two_domains(tmp_path, target, reset):
-    """Its answers in a batch were one game's, which is refused, and both of the last domain's session."""
+    """Both answers in a batch belonged to one game, which is refused, and to the session of the last domain."""
     for domain in ("sql", "math"):
         write_prompts(tmp_path, ["Hello."], f"{domain}.jsonl")
     made = recipe(
@@ -286,12 +287,12 @@ def test_a_prompt_may_be_of_two_domains(tmp_path, target, reset):
     made = made.model_copy(update={"data": made.data.model_copy(update={"domain": ["sql", "math"]})})
     found, _, _ = selected(tmp_path, made, target, {"lookup": Lookup(4), "suffix": Suffix(4)})
     assert (found.queries, found.sessions) == (2, 2)
-    kept = pq.read_table(tmp_path / "run/records.parquet").to_pylist()
-    assert {(row["domain"], row["session"]) for row in kept} == {("sql", 0), ("math", 1)}
+    records = pq.read_table(tmp_path / "run/records.parquet").to_pylist()
+    assert {(row["domain"], row["session"]) for row in records} == {("sql", 0), ("math", 1)}
 
 
 class Sometimes(Lookup):
-    """Drafts after every other prompt."""
+    """Drafts only after prompts of odd length, or only after prompts of even length."""
 
     def __init__(self, odd):
         super().__init__(4)
@@ -303,7 +304,7 @@ class Sometimes(Lookup):
 
 @pytest.mark.parametrize("reset", ["query", "stream"])
 def test_the_best_arm_is_that_of_a_game_live_and_in_a_replay(tmp_path, prompts, target, reset):
-    """Arms that are best at other prompts: by query, session and stream the best ones have other mats."""
+    """Each arm is best at some of the prompts, so the mat of the best arm depends on the length of a game."""
     pool = {"even": Sometimes(0), "odd": Sometimes(1)}
     options = dict(algo=["random"], reset=reset, sampling={"max_new_tokens": 32})
     selected(tmp_path / "a", recipe(prompts, record=tmp_path / "t.parquet", **options), target, pool)
@@ -321,8 +322,8 @@ class Broken(Lookup):
         raise RuntimeError("no such row")
 
 
-def test_failures_are_counted_whoever_drafts(tmp_path, prompts, target):
-    """An arm by itself and draft-all go on as the policy does; rounds of the warm-up are not counted."""
+def test_failures_of_every_contender_are_counted(tmp_path, prompts, target):
+    """After a failure, an arm alone and draft-all go on as the policy does; warm-up rounds are not counted."""
     made = recipe(prompts, algo=["random"], baselines=["vanilla", "fixed", "draft-all"], sampling={"max_new_tokens": 6})
     found, _, rounds = selected(tmp_path, made, target, {"good": Lookup(4), "broken": Broken(4)})
     rows = {row.algo: row for row in found.policies}
@@ -334,7 +335,7 @@ def test_failures_are_counted_whoever_drafts(tmp_path, prompts, target):
 
 def test_failures_of_a_recording_are_counted(tmp_path, prompts, target):
     made = recipe(prompts, record=tmp_path / "t.parquet", sampling={"max_new_tokens": 6})
-    for resume in (False, True):  # what was recorded before is counted, too
+    for resume in (False, True):  # rounds of the earlier recording are counted, too
         again = made.model_copy(update={"resume": resume})
         found, _, _ = selected(tmp_path / f"{resume}", again, target, {"good": Lookup(4), "broken": Broken(4)})
         rows = {row.algo: row for row in found.policies}
@@ -343,7 +344,7 @@ def test_failures_of_a_recording_are_counted(tmp_path, prompts, target):
 
 
 def test_regret_needs_equal_texts(tmp_path, prompts, target, pool):
-    """Sampled proposals give every arm a text of its own: to count passes against another text's is no regret."""
+    """With sampled proposals, every arm has a text of its own, and passes of different texts make no regret."""
     made = recipe(
         prompts,
         algo=["random"],
@@ -367,7 +368,7 @@ def test_draft_sizes_are_arms(tmp_path, prompts, target, pool):
 
 
 class Interrupting(Lookup):
-    """SIGTERM comes while it drafts for the `when`-th time."""
+    """Handles a SIGTERM when it drafts for the `when`-th time."""
 
     def __init__(self, when):
         super().__init__(4)
@@ -380,8 +381,8 @@ class Interrupting(Lookup):
         return super().propose(state, budget)
 
 
-def test_what_a_stopped_run_says_can_be_done(tmp_path, prompts, target):
-    """Live selection cannot be resumed (`--resume` is refused without `record`): its message must not send there."""
+def test_the_hint_of_a_stopped_run_names_a_way_that_works(tmp_path, prompts, target):
+    """Live selection cannot be resumed (`--resume` is refused without `record`): the hint must not name `--resume`."""
     made = recipe(prompts, algo=["random"], sampling={"max_new_tokens": 6})
     try:
         with pytest.raises(Interrupted) as caught:
@@ -399,7 +400,7 @@ def test_contenders_have_names_of_their_own(tmp_path, prompts, target, pool):
 
 
 def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, prompts, target, pool):
-    """Contenders are counted, and prompts read, after the target is loaded: with --overwrite it was gone by then."""
+    """Contenders and prompts are checked after the target is loaded. With --overwrite, the run was deleted by then."""
     made = recipe(prompts, algo=["ucbspec"], baselines=[], overwrite=True, output_dir=tmp_path / "run")
     selected(tmp_path, made, target, pool)
     (tmp_path / "run/rejected.jsonl").write_text("{}\n")
@@ -443,7 +444,7 @@ def test_a_batch_never_holds_two_prompts_of_a_session():
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory, target, pool):
-    """A table of the pool on all questions, and the prompts' file."""
+    """The prompts' file, a table of the pool on all questions, and the result of its recording."""
     folder = tmp_path_factory.mktemp("table")
     path = write_prompts(folder, QUESTIONS)
     made = recipe(path, record=folder / "table.parquet")
@@ -453,7 +454,7 @@ def recorded(tmp_path_factory, target, pool):
 
 @pytest.mark.parametrize(("algo", "reset"), [("hedgespec", "query"), ("metasd-ucb", "session")])
 def test_a_replay_is_what_live_decoding_does(tmp_path, target, pool, recorded, algo, reset):
-    """Every round's arm and tokens, exactly: the same game is played on the same feedback."""
+    """A replay has exactly the arms and the tokens of live rounds: it plays the same game on the same feedback."""
     prompts, table, _ = recorded
     options = dict(algo=[algo], reset=reset, baselines=["fixed"], sampling={"seed": 3})
     live, _, rounds = selected(tmp_path, recipe(prompts, **options), target, pool)
@@ -466,7 +467,7 @@ def test_a_replay_is_what_live_decoding_does(tmp_path, target, pool, recorded, a
 
 @pytest.mark.parametrize(("reset", "taps"), [("query", (2,)), pytest.param("session", (), marks=pytest.mark.slow)])
 def test_a_replay_reads_prompts_as_live_decoding_does(tmp_path, target, pool, monkeypatch, taps, reset):
-    """Tables keep what prompts are alike in, whether the arms read states of the target or not."""
+    """Tables have the features of the prompts, with arms that read states of the target and with arms that do not."""
     monkeypatch.setattr(Lookup, "taps", taps)
     questions = [f"Count from {n} to {n + 9}." for n in range(5)] + [f"Name the colour of {n}." for n in range(5)]
     path = write_prompts(tmp_path, questions)
@@ -504,7 +505,7 @@ def prompt_ids(target, text):
 
 
 def test_a_pool_is_chosen_from_by_what_its_drafters_were_trained_on(tmp_path, target):
-    """From the first text on; in a replay, too; not by drafters that say nothing."""
+    """This holds from the first text on, and in a replay too. It does not hold for drafters of other layers."""
     place, path = numbers_after_stories(tmp_path, target, 6)
     options = dict(algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], reset="query", pool=place)
     live, _, lines = selected(tmp_path / "live", recipe(path, **options), target, None)
@@ -522,8 +523,9 @@ def test_a_pool_is_chosen_from_by_what_its_drafters_were_trained_on(tmp_path, ta
     assert lines[0]["arm"] == "a", "of other layers: every arm once"
 
 
-def test_a_drafter_that_reads_other_layers_does_not_hide_what_the_others_were_trained_on(tmp_path, target, monkeypatch):
-    """A pool keeps the states of all layers that any drafter reads; kinds are told by those of most."""
+def test_a_drafter_of_other_layers_does_not_hide_the_training_prompts_of_the_pool(tmp_path, target, monkeypatch):
+    """A pool keeps the states of all layers that any drafter reads. The layers of most drafters tell kinds of
+    prompts."""
     monkeypatch.setattr(Lookup, "taps", (1, target.num_layers))
     place, path = numbers_after_stories(tmp_path, target, 2)
     options = dict(algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], pool=place, drafters=["lookup"])
@@ -537,7 +539,7 @@ def test_a_drafter_that_reads_other_layers_does_not_hide_what_the_others_were_tr
 
 
 def test_repeats_know_nothing_of_each_other(tmp_path, target, pool):
-    """A prompt that is asked again with another seed must not be met as one that is known."""
+    """A prompt that comes again with another seed must not be treated as a known prompt."""
     path = write_prompts(tmp_path, QUESTIONS)
     made = recipe(
         path, beside="retrieval", baselines=["vanilla", "beside"], algo=["cgp-ucb"], seeds=[0, 1],
@@ -555,7 +557,7 @@ def test_repeats_know_nothing_of_each_other(tmp_path, target, pool):
 
 
 def test_lengths_are_chosen_for_a_batch(tmp_path, prompts, target):
-    """Every arm has its size in the batch, too, by itself and when it is chosen."""
+    """In a batch too, every arm drafts its length, alone and when it is chosen."""
     made = recipe(
         prompts,
         algo=["ucbspec", "exp3spec"],
@@ -581,7 +583,8 @@ def test_lengths_are_chosen_for_a_batch(tmp_path, prompts, target):
 
 @pytest.mark.slow
 def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, target, monkeypatch):
-    """Heads, arms and rivals, each in one tree with `lookup`; the policy compares heads, and `lookup` plays alone."""
+    """Every head, arm or rival, drafts in one tree with `lookup`; the policy compares heads, and `lookup` also plays
+    alone."""
     free_hybrids(monkeypatch)
     for name, noise in (("good", 0.0), ("bad", 3.0)):
         write_copy(tmp_path / "pool" / name, target, builtin_path(), noise)
@@ -615,7 +618,7 @@ def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, target, monkeypatc
 
 
 def test_a_hybrid_is_judged_by_its_head(target, pool, monkeypatch):
-    """A head that is seldom asked costs little: by its seconds the worst would be the best."""
+    """A head that seldom drafts costs little: by seconds, the worst head would be the best."""
     head, game = pool["good"], GameRecipe()
     arms = [Arm(name, Lookup(4), scored=head) for name in "ab"]
 
@@ -641,7 +644,7 @@ def test_greedy_texts_are_judged_by_their_hits(prompts, target, pool, monkeypatc
     assert game.rules.loss == "throughput" and game.rules.estimator == estimator
 
 
-def test_what_cannot_be_beside_is_refused(prompts):
+def test_options_that_exclude_a_companion_are_refused(prompts):
     with pytest.raises(ValidationError, match="leave out draft_nodes and shapes"):
         recipe(prompts, beside="lookup", arms={"draft_nodes": [2]})
     assert recipe(prompts, beside="auto").companion == "retrieval"
@@ -650,7 +653,7 @@ def test_what_cannot_be_beside_is_refused(prompts):
 
 
 def test_a_replay_of_sessions_of_two_domains_is_live_decoding(tmp_path, target, pool):
-    """order=shift: games by domain would forget in the middle of every session."""
+    """With order=shift, games of one domain would forget in the middle of every session."""
     for domain, texts in (("sql", QUESTIONS[:2]), ("math", QUESTIONS[2:])):
         write_prompts(tmp_path, texts, f"{domain}.jsonl")
     options = dict(reset="session", order="shift", session=2, baselines=["vanilla"], algo=["hedgespec"])
@@ -692,7 +695,7 @@ def test_pools_of_several_sizes(tmp_path, recorded, target, pool):
 
 
 def test_an_option_that_a_policys_own_game_overrules_is_told(tmp_path, recorded, target, pool, capsys):
-    """An option that is set to its default is taken for one that was left out, but not in silence."""
+    """An option that is set to its default counts as left out, but there is a message."""
     prompts, table, _ = recorded
     made = recipe(prompts, replay=table, algo=["normalhedge"], game={"drift": 5.0, "warmup_rounds": 3})
     selected(tmp_path, made, target, pool)
@@ -711,7 +714,7 @@ def test_a_replay_of_some_arms(tmp_path, recorded, target, pool):
 
 
 def test_a_replay_plays_every_seed(tmp_path, target, pool, recorded):
-    """As live decoding does; they were ignored, and three seeds had the numbers of one."""
+    """Live decoding does too. A replay ignored the seeds, and three seeds had the numbers of one seed."""
     prompts, table, _ = recorded
     options = dict(algo=["random"], reset="session", sampling={"seed": 3})
     seeds = {"seeds": [0, 2]}
@@ -739,7 +742,7 @@ def test_a_replay_plays_every_seed(tmp_path, target, pool, recorded):
     ],
 )
 def test_recipes_with_the_constants_of_the_papers(recorded, name, constants):
-    """They resolve to what they promise, whatever our defaults are, and play."""
+    """Each recipe sets the constants of its paper, independent of our defaults, and plays."""
     _, table, _ = recorded
     assert resolve("select", f"replicate/{name}").beside == "none"
     made = resolve("replay", f"replicate/{name}", [f"replay={table}", "seeds=[0]"])
@@ -749,13 +752,13 @@ def test_recipes_with_the_constants_of_the_papers(recorded, name, constants):
 
 
 def test_drafts_of_metasd_are_of_one_length():
-    """Its block divergence is of N_max positions; heads would end drafts where they are unsure."""
+    """Its block divergence covers N_max positions; heads would end drafts where they are unsure."""
     drafting = resolve("select", "replicate/metasd", []).drafting
     assert (drafting.stop_below, drafting.keep_above) == (0, 0)
 
 
 def test_modelled_speeds_pay_for_scoring(tmp_path, prompts, target, recorded):
-    """Full information does not look at all arms for nothing, in a replay as little as live."""
+    """Full information scores all arms, which takes time, in a replay as in live decoding."""
     _, table, _ = recorded
     made = recipe(prompts, replay=table, algo=["hedgespec", "random"], reset="session")
     rows = {row.algo: row for row in replay_table(made).rows}
@@ -764,8 +767,8 @@ def test_modelled_speeds_pay_for_scoring(tmp_path, prompts, target, recorded):
 
 
 @pytest.mark.parametrize(("by", "best", "share"), [("mat", "long", 1.0), ("throughput", "short", 0.4)])
-def test_speed_is_what_the_best_arm_has_where_it_is_played_for(by, best, share):
-    """The longest draft has the most tokens a pass; in a game for tokens a second that makes no oracle."""
+def test_the_best_arm_is_the_fastest_in_a_game_for_speed(by, best, share):
+    """The longest draft has the most tokens per pass, but in a game for tokens per second it is not the oracle."""
 
     def answer(passes, seconds):
         return Decoded([1], [2] * 41, "length", passes, 40 - passes, 0, 0, [], [], 0.0, seconds)
@@ -779,7 +782,7 @@ def test_speed_is_what_the_best_arm_has_where_it_is_played_for(by, best, share):
 
 
 def test_certificates_count_texts_and_not_their_repeats():
-    """Repeats of a text are no news, and would make the bounds too tight."""
+    """Repeats of a text add no evidence, and would make the bounds too tight."""
 
     def answers(*seconds):
         return [Decoded([1], [2] * 41, "length", 10, 30, 0, 0, [], [], 0.0, s) for s in seconds]
@@ -813,7 +816,7 @@ def test_a_replay_certifies_its_policies(monkeypatch):
 
 
 def test_repeats_make_no_interval_narrower():
-    """Shares have the intervals of the rest of a row, over sessions; repeats of the stream are no more of them."""
+    """Intervals of shares are over sessions, as in the rest of a row; repeats of the stream add no sessions."""
 
     def answers(*passes):
         return [Decoded([1], [2] * 41, "length", n, 40 - n, 0, 0, [], [], 0.0, 1.0) for n in passes]
@@ -834,7 +837,7 @@ def test_repeats_make_no_interval_narrower():
 
 
 def test_k_is_that_of_the_arms_that_play(tmp_path, prompts, target, pool):
-    """Rewards are shares of K: with that of an arm that was left out a replay would play another game than live."""
+    """Rewards are shares of K: with the K of an arm that is left out, a replay would play another game than live."""
     deep = {**pool, "suffix": Suffix(depth=9, nodes=9, children=1)}
     table = tmp_path / "t.parquet"
     selected(tmp_path / "a", recipe(prompts, record=table), target, deep)
@@ -848,7 +851,7 @@ def test_k_is_that_of_the_arms_that_play(tmp_path, prompts, target, pool):
 
 @pytest.mark.parametrize("order", [["suffix", "good"], ["good", "lookup", "suffix"]])
 def test_a_router_is_taught_the_arms_of_the_pool(tmp_path, recorded, order):
-    """Labels of hindsight against what every arm needed, by name."""
+    """Hindsight's labels are the arms that needed the fewest rounds, by name."""
     prompts, table, _ = recorded
     made = recipe(prompts, replay=table, router={"labels": "hindsight", "prompts": str(prompts)})
     paths = dict.fromkeys(order, "lookup")
@@ -863,7 +866,7 @@ def test_a_router_is_taught_the_arms_of_the_pool(tmp_path, recorded, order):
 
 
 class Oracle:
-    """A router that knows."""
+    """A router that always gives the arm `right` most of the probability."""
 
     def __init__(self, arms, right):
         self.arms, self.right = arms, right

@@ -1,6 +1,7 @@
-"""Rounds on the device against the host's: the same texts and counts, whatever the drafter, the batch and the end.
+"""Device rounds give the texts and counts of host rounds, with every drafter, every batch size and every end of a text.
 
-Nothing here needs a GPU: SPECCTL_GRAPHS=eager runs the device's rounds anywhere, and a graph is what a test says it is.
+No test needs a GPU: SPECCTL_GRAPHS=eager runs device rounds on any machine, and the fixture `graphs_on` replaces CUDA
+graphs.
 """
 
 import copy
@@ -70,12 +71,12 @@ SHAPES = {
     "tree": TreeShape(depth=4, width=5, nodes=20, children=4, stop_below=0.0),
     "wide": TreeShape(depth=3, width=8, nodes=62, children=6, stop_below=0.0),  # fewer children than places for them
 }
-"""None stops early: the device cannot."""
+"""No shape stops early: a device round cannot."""
 
 
 @pytest.fixture(scope="module")
 def tiny(tiny_directory):
-    """It says but a few words, the end of the text among them, so that random drafts are often right."""
+    """A target that writes only seven words, one of them the end of a text, so that random drafts are often right."""
     target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
     bias = torch.full((target.vocab_size,), -1e4)
     bias[WORDS] = 0.0
@@ -127,7 +128,7 @@ def own_layer(target, shape, layout, **options):
 
 
 def small_lm(target, proposal):
-    """The target's own weights, disturbed."""
+    """The target's own weights plus noise."""
     model = load_model(target.name, device=target.device, dtype=torch.float32)
     torch.manual_seed(0)
     for weight in model.parameters():
@@ -138,7 +139,7 @@ def small_lm(target, proposal):
 
 
 def depth_heads(target, family, shape, words=WORDS):
-    """Heads that start from the target, disturbed: blocks start at zero."""
+    """Heads that start from the target, plus noise: their blocks start at zero."""
     own = pool.load_family(family)
     torch.manual_seed(0)
     recipe = TrainRecipe(arch=family, drafter=DrafterRecipe(draft_heads=4, vocab_size=words and len(words)))
@@ -153,7 +154,7 @@ def depth_heads(target, family, shape, words=WORDS):
 
 
 def block(target, shape, words=WORDS, **sizes):
-    """A random head of blocks whose parts all count: a Markov head starts as nothing."""
+    """A random block head. The noise gives every part an effect: a Markov head starts at zero."""
     form = dflash.FAMILY.architecture(DrafterRecipe(vocab_size=words and len(words), block_size=5, **sizes), target)
     torch.manual_seed(0)
     head = BlockHead(form, words and torch.tensor(words))
@@ -167,7 +168,7 @@ def block(target, shape, words=WORDS, **sizes):
 
 
 def parallel_eagle(target, shape, **sizes):
-    """A random head whose masks are not nothing."""
+    """A random head. The noise gives its masks an effect: they start at zero."""
     recipe = TrainRecipe(arch="peagle", ttt_steps=4, drafter=DrafterRecipe(vocab_size=len(WORDS), **sizes))
     torch.manual_seed(0)
     head = PEagleHead(peagle.architecture(recipe.drafter, target, recipe.ttt_steps), torch.tensor(WORDS))
@@ -213,12 +214,12 @@ MADE = {
 
 
 EACH = ["plain", "eagle3 tree", "medusa tree", "hydra tree", "dflash with a Markov head", "peagle tree", "suffix", "lm"]
-"""One of every kind of rounds."""
+"""One drafter for every kind of round."""
 
 
 @pytest.fixture(scope="module")
 def drafters(tiny):
-    """Drafters by name. As on a GPU, no weights are packed for a CPU: a fake tensor cannot be multiplied by those."""
+    """Drafters by name. Their weights are not packed for the CPU: packed weights take no fake tensors."""
     made = {}
 
     def make(name):
@@ -233,7 +234,7 @@ def drafters(tiny):
 
 @pytest.fixture
 def on_device(monkeypatch):
-    """From its call on, rounds run on the device; afterwards some must have."""
+    """A function. After its call, rounds run on the device; the test fails if no round does."""
     rounds = []
 
     def start():
@@ -251,7 +252,8 @@ def on_device(monkeypatch):
     ids=[*(f"{name}-mixed" for name in MADE), "plain-greedy", "eagle3 tree-greedy", "lm-greedy"],
 )
 def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots):
-    """One at a time or two, whose places are taken by the next texts; ends and limits fall inside drafts."""
+    """One or two texts at a time. The next text takes the place of an ended text. Ends and limits fall inside
+    drafts."""
     how = dict(sampling=sampling, drafter=drafters(name), slots=slots)
     host = decode(tiny, **how)
     on_device()
@@ -261,7 +263,7 @@ def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots)
 @pytest.mark.parametrize("head", ["eagle3 tree", "medusa tree", "peagle tree"])
 @pytest.mark.parametrize("text", ["lookup", "suffix"])
 def test_hybrids_on_the_device(tiny, drafters, graphs_on, monkeypatch, head, text):
-    """The texts of plain decoding, in no more target steps than with either drafter alone."""
+    """A hybrid gives the texts of plain decoding, in no more target steps than either of its drafters alone."""
     free = Costs(tuple(1.0 for _ in ROWS), first=0.0, level=0.0)
     together = Hybrid(drafters(head), drafters(text), free)
     assert together.fixed_shape
@@ -287,7 +289,7 @@ def paths(tokens, parents):
 
 
 def test_union_of_trees():
-    """Every path of either tree once, parents first; random trees with few words share many paths."""
+    """The union has every path of the two trees once, parents first; random trees with few words share many paths."""
     torch.manual_seed(0)
 
     def tree(nodes):
@@ -319,7 +321,7 @@ def test_union_of_trees():
 
 
 def test_a_round_with_a_text_draft_counts_the_drafting(tiny, drafters, on_device, monkeypatch):
-    """The host drafts while the device waits: a policy that plays for seconds must pay for both."""
+    """The host drafts while the device waits: the seconds of a round must include both."""
     seconds, drafted = [], []
     propose = Suffix.propose
 
@@ -338,7 +340,8 @@ def test_a_round_with_a_text_draft_counts_the_drafting(tiny, drafters, on_device
 
 @pytest.mark.parametrize("name", [*EACH, "eagle3 chain", "eagle3.1", "dflash 2", "dflash mixed", "lm sampled"])
 def test_lengths_and_ancestors_instead_of_masks(tiny, drafters, on_device, monkeypatch, name):
-    """On the host and on the device: the same texts, without a mask and, on the device, with one span; fused layers."""
+    """With the attention kernel and fused layers, host and device give the same texts and make no mask. On the device,
+    all rounds have one span."""
     how = dict(sampling=MIXED, drafter=drafters(name), slots=2)
     expected = decode(tiny, **how)
     monkeypatch.setenv("SPECCTL_LAYERS", "fused")
@@ -358,7 +361,7 @@ def test_lengths_and_ancestors_instead_of_masks(tiny, drafters, on_device, monke
 
 @pytest.mark.parametrize("unknown", ["target", "drafter"])
 def test_heads_that_the_kernel_does_not_know_make_masks_alone(tiny, on_device, monkeypatch, unknown):
-    """The other of the two keeps the kernel, and rounds read all slots only where the target does."""
+    """The other model keeps the kernel, and rounds read all slots only if the target uses the kernel."""
     drafter = eagle3(tiny, SHAPES["tree"], num_heads=8)
     heads = {"target": tiny.model.heads, "drafter": 8}
     how = dict(prompts=PROMPTS[:2], sampling=GREEDY, drafter=drafter)
@@ -406,7 +409,7 @@ WINDOWED = {
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_window_that_texts_grow_out_of(tiny, on_device, name):
-    """The host's drafts and the device's lose the same tokens from sight: the counts would show it."""
+    """Host and device drop the same tokens from the window: the counts would show a difference."""
     prompts = [[5 + i % 50 for i in range(size)] for size in (90, 55, 62)]
     how = dict(prompts=prompts, sampling=GREEDY, max_new_tokens=[16] * 3, seeds=[1, 2, 3])
     window, drafts = WINDOWED[name](tiny, 64), []
@@ -424,7 +427,7 @@ def test_a_window_that_texts_grow_out_of(tiny, on_device, name):
 
 @pytest.mark.parametrize("name", [*EACH[1:], "eagle3 chain", "medusa chain", "peagle chain"])
 def test_drafts_grow_where_the_batch_shrinks(tiny, drafters, monkeypatch, name):
-    """Of a batch the sequences share the rows of a step: how deep each drafts follows its size on the device, too."""
+    """The sequences of a batch share the rows of a step: on the device too, the batch size sets the draft depth."""
     monkeypatch.setattr(row_budget, "SHARED_ROWS", {"cpu": 9})
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     whole, depths = device_round.DeviceRounds.round, set()
@@ -439,8 +442,9 @@ def test_drafts_grow_where_the_batch_shrinks(tiny, drafters, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", [name for name in EACH if name not in ("plain", "lm")])
-def test_states_are_kept_that_are_others(tiny, drafters, on_device, monkeypatch, name):
-    """Of all that the loop keeps a drafter reads its own; and without asking the host which those are."""
+def test_a_drafter_reads_its_own_states_among_others(tiny, drafters, on_device, monkeypatch, name):
+    """The engine keeps the states of more layers than the drafter reads. The drafter picks its own without a question
+    to the host."""
     how = dict(sampling=MIXED, drafter=drafters(name), slots=2)
     alone, how["taps"] = decode(tiny, **how), tuple(range(tiny.num_layers + 1))
     on_device()
@@ -452,8 +456,8 @@ def test_states_are_kept_that_are_others(tiny, drafters, on_device, monkeypatch,
 
 @pytest.mark.parametrize("mode", ["0", "eager"])
 def test_trees_broader_than_a_step(tiny, drafters, monkeypatch, mode):
-    """A head's rows for all levels are more than the slots behind a text that the target's step needs: rounds end on
-    the host, where the batch has shrunk, and no text fails at its end."""
+    """For all its levels, a head needs more slots after a text than the target's step. The last rounds run on the host,
+    with a smaller batch, and no text fails at its end."""
     plain = [one.output_ids for one in decode(tiny, sampling=MIXED)]
     monkeypatch.setattr(row_budget, "SHARED_ROWS", {"cpu": 93})
     monkeypatch.setenv("SPECCTL_GRAPHS", mode)
@@ -468,8 +472,9 @@ def test_trees_broader_than_a_step(tiny, drafters, monkeypatch, mode):
 
 
 class NoHost:
-    """Within it nothing has a value: what reads one, makes a tensor of the host's or has a shape that depends on data
-    raises. Fake tensors do the most; they do not see what goes around the dispatcher."""
+    """A context in which tensors have no values. An operation raises if it reads a value, makes a tensor from host data
+    or gives a shape that depends on data. Fake tensors find most of these operations; the patches below find the
+    operations that do not reach the dispatcher."""
 
     def __init__(self, monkeypatch):
         self.patch = monkeypatch
@@ -497,8 +502,8 @@ class Stopped(Exception):
 
 
 def loaded(target, drafter, sampling, monkeypatch, **options):
-    """Rounds of a batch, one of which has been run. The kernels are those that a GPU without Triton would run: what
-    the CPU's do on the host says nothing about it."""
+    """The rounds of a batch, after the first round. They use the reference kernels, as a GPU without Triton does: the
+    CPU kernels may read values on the host."""
     monkeypatch.setenv("SPECCTL_KERNELS", "reference")
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     found = []
@@ -535,7 +540,8 @@ def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, at
 
 @pytest.mark.parametrize("name", ["eagle3 tree", "lm sampled", "plain"])
 def test_verification_reads_little_back(tiny, drafters, monkeypatch, name):
-    """In a round of the host: parents, what is committed, and whether it is usable. Each read waits for a GPU."""
+    """A host round reads three tensors: the parents, the committed tokens, and whether the draft is usable. Every read
+    waits for a GPU."""
     verify, read, reads = host_runner.verify, torch.Tensor.tolist, []
 
     def counted(*args):
@@ -555,8 +561,8 @@ def test_verification_reads_little_back(tiny, drafters, monkeypatch, name):
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """`elsewhere(rounds)` runs a copy of a round on another device, where tensors have shapes alone: it does not mix
-    them with those of the CPU, which a device that is the CPU cannot tell."""
+    """`elsewhere(rounds)` runs a copy of a round on the meta device. An operation that mixes its tensors with CPU
+    tensors raises; on the CPU itself such a mix would go unseen."""
     mode, meta = FakeTensorMode(), torch.device("meta")
 
     def moved(tensor, memo):
@@ -617,7 +623,8 @@ def test_negative_control_a_question_to_the_host_is_seen(tiny, drafters, monkeyp
 
 @pytest.fixture
 def graphs_on(monkeypatch):
-    """Graphs as on a GPU; one is given as what its `replay` does, from the round that it captured."""
+    """A function that lets rounds capture graphs as on a GPU. To replay a graph calls `replay(run)` with the captured
+    round. Returns the list of captured rounds."""
     captured = []
 
     def install(replay=lambda run: run()):
@@ -635,7 +642,8 @@ def graphs_on(monkeypatch):
 
 @pytest.mark.parametrize("name", [*EACH, "lm sampled"])
 def test_graphs_play_the_rounds(tiny, drafters, graphs_on, monkeypatch, name):
-    """Captured behind some rounds, again where the batch shrinks; and the round before each is played twice."""
+    """Graphs are captured after some rounds, and again when the batch shrinks. The round before a capture runs
+    twice."""
     how = dict(sampling=MIXED, drafter=drafters(name))
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
     host = decode(tiny, **how)
@@ -648,8 +656,8 @@ def test_graphs_play_the_rounds(tiny, drafters, graphs_on, monkeypatch, name):
 
 @pytest.mark.parametrize("name", ["plain", "eagle3 chain", "eagle3 tree"])
 def test_ended_texts_may_write_in_any_order(tiny, drafters, graphs_on, monkeypatch, name):
-    """Three of eight texts end before the graph is captured; their rows all write to the page of rows without a text,
-    and what they read there differs from run to run. That says nothing about the graph."""
+    """Three of eight texts end before the graph is captured. Their rows all write to the page of rows without a text,
+    so their content differs from run to run. This difference must not count against the graph."""
     monkeypatch.setenv("SPECCTL_KV", "paged")
     monkeypatch.setenv("SPECCTL_ATTENTION", "kernel")  # PyTorch's reads that page as zeros
     monkeypatch.setattr(tiny, "_pool", None)
@@ -658,7 +666,7 @@ def test_ended_texts_may_write_in_any_order(tiny, drafters, graphs_on, monkeypat
     def write(cache, layer, pairs, plan):
         slots = cache.slots(plan, len(pairs) // cache.batch).flatten()
         order = torch.randperm(len(slots))
-        cache.rows[layer][slots[order]] = pairs[order]  # of several rows for one slot the last one stays
+        cache.rows[layer][slots[order]] = pairs[order]  # if several rows have one slot, the last row stays
 
     monkeypatch.setattr(PagedCache, "write", write)
     captured = graphs_on()
@@ -674,8 +682,8 @@ def test_ended_texts_may_write_in_any_order(tiny, drafters, graphs_on, monkeypat
 
 @pytest.mark.parametrize("name", [*EACH, "lm sampled"])
 def test_graphs_live_longer_than_a_call(tiny, drafters, graphs_on, monkeypatch, name):
-    """Of texts asked for one after the other only the first pays for a graph, whatever they are; of another drafter
-    and of a batch of another size there are others."""
+    """If texts are decoded one after another, only the first text captures a graph. Another drafter and another batch
+    size have graphs of their own."""
     drafter, how = drafters(name), {"sampling": HOT, "max_new_tokens": 20}
     ask = [[prompt] for prompt in ([5, 9, 300], [88, 4, 7], [17, 230, 17])]
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
@@ -705,7 +713,7 @@ def test_a_room_that_has_no_place_for_a_text_is_made_larger(tiny, drafters, grap
 
 
 def test_memory_that_has_moved_is_not_read_where_it_was(tiny, drafters, graphs_on, monkeypatch):
-    """A drafter that was made to forget has other keys and values, and the room's graphs are not its own."""
+    """After `invalidate`, a drafter has new keys and values, and captures new graphs."""
     drafter, how = drafters("eagle3 tree"), {"sampling": GREEDY, "max_new_tokens": 20}
     captured, engine = graphs_on(), engine_for(tiny, drafter, slots=1)
     first = decode(tiny, PROMPTS, engine=engine, **how)
@@ -718,8 +726,8 @@ def test_memory_that_has_moved_is_not_read_where_it_was(tiny, drafters, graphs_o
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("memory", ["paged", "contiguous"])
 def test_graphs_stay_while_the_batch_shrinks_and_grows(tiny, drafters, graphs_on, monkeypatch, name, memory):
-    """Every batch size captured its graphs anew whenever the batch came back to it: with eight texts at a time, rounds
-    took four times as long as their graphs."""
+    """A batch size captured its graphs again whenever the batch returned to this size: with eight texts at a time,
+    rounds took four times as long as their graphs."""
     monkeypatch.setenv("SPECCTL_KV", memory)
     monkeypatch.setattr(tiny, "_pool", None)
     prompts = [[5 + row, 9, 300 + row, 12, 7] for row in range(9)]
@@ -737,7 +745,7 @@ def test_graphs_stay_while_the_batch_shrinks_and_grows(tiny, drafters, graphs_on
 
 
 def test_a_graph_that_another_batch_size_has_spoiled_is_not_trusted(tiny, drafters, graphs_on, monkeypatch):
-    """When a batch has the size of an earlier graph again, its first replay is compared with a plain round."""
+    """When a batch returns to the size of an earlier graph, the first replay is compared with a plain round."""
     prompts = [[5 + row, 9, 300 + row, 12, 7] for row in range(4)]
     how = dict(sampling=HOT, seeds=[*range(4)], max_new_tokens=[30, 30, 30, 12])
     monkeypatch.setattr(graphs, "WARM_UP", 0)
@@ -755,7 +763,7 @@ def test_a_graph_that_another_batch_size_has_spoiled_is_not_trusted(tiny, drafte
 
 
 def test_a_drafter_that_fails_at_one_batch_size_runs_from_the_host_at_all(tiny, graphs_on, monkeypatch):
-    """Graphs of other batch sizes were replayed after the failure, and the size that was refused was another one."""
+    """Graphs of other batch sizes were replayed after the failure, and the wrong size was refused."""
     prompts = [[5 + row, 9, 300 + row, 12, 7] for row in range(4)]
     how = dict(sampling=HOT, seeds=[*range(4)], max_new_tokens=[12, 30, 30, 30])
     monkeypatch.setattr(graphs, "WARM_UP", 0)
@@ -776,7 +784,7 @@ def test_a_drafter_that_fails_at_one_batch_size_runs_from_the_host_at_all(tiny, 
 
 
 def test_graphs_of_all_drafters_are_checked_when_a_batch_size_comes_back(tiny, drafters, graphs_on, monkeypatch):
-    """Only the first drafter that drafted at that size was checked."""
+    """Only the first drafter at this size was checked."""
     graphs_on()
     engine = engine_for(tiny)
     for count in (4, 1):
@@ -791,7 +799,7 @@ def test_graphs_of_all_drafters_are_checked_when_a_batch_size_comes_back(tiny, d
 
 
 def addresses(engine):
-    """Of the tensors that graphs read and that shrink and grow with the batch."""
+    """Addresses of the tensors that graphs read and that shrink and grow with the batch."""
     state = engine.state
     caches = [state.cache, *(memory.cache for memory in state.memory.values() if not isinstance(memory, PerText))]
     kept = [cache.captured_tensor.data_ptr() for cache in caches] + [cache._places.data_ptr() for cache in caches[1:]]
@@ -823,8 +831,8 @@ FAILURES = {
 
 @pytest.mark.parametrize("name", ["eagle3 tree", "lm"])  # one that reads kept states, one with a cache of its own
 @pytest.mark.parametrize("failure", FAILURES)
-def test_what_fails_leads_back_to_the_host(tiny, drafters, graphs_on, monkeypatch, name, failure):
-    """With one warning, whatever was under way; and no further attempt."""
+def test_a_failure_moves_rounds_back_to_the_host(tiny, drafters, graphs_on, monkeypatch, name, failure):
+    """There is one warning, in the middle of a text too, and no further attempt."""
     how = dict(sampling=MIXED, drafter=drafters(name))
     host = decode(tiny, **how)
     FAILURES[failure](monkeypatch, graphs_on)
@@ -836,7 +844,7 @@ def test_what_fails_leads_back_to_the_host(tiny, drafters, graphs_on, monkeypatc
 
 @pytest.mark.parametrize("rounds", ["eager", None], ids=["without graphs", "graphs"])
 def test_a_text_drafter_that_raises_fails_one_text(tiny, graphs_on, monkeypatch, rounds):
-    """Its error counted as a failure of CUDA graphs, which were then refused for all later rounds of its kind."""
+    """The error counted as a failure of CUDA graphs, and all later rounds with this drafter ran without graphs."""
     graphs_on()
     monkeypatch.delenv("SPECCTL_GRAPHS", raising=False)
     if rounds:
@@ -862,7 +870,7 @@ class Raising(Lookup):
 
 
 def test_a_batch_that_is_too_large_for_device_rounds_leaves_them_to_smaller_ones(tiny, drafters, monkeypatch):
-    """A hybrid has no room for a draft in a large batch. Its engine never ran a round on the device again."""
+    """In a large batch, a hybrid has no rows for a draft. Its engine never ran a round on the device again."""
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     monkeypatch.setattr(row_budget, "SHARED_ROWS", {"cpu": 16, "cuda": 16})
     engine, ahead = engine_for(tiny, hybrid(drafters("eagle3 tree"))), []
@@ -880,7 +888,7 @@ def hybrid(head):
 
 
 def test_proposers_of_single_rounds_are_not_remembered(tiny, drafters, monkeypatch):
-    """A controller makes a new one in every round with several arms; each was held until the server was idle."""
+    """A controller makes a new proposer in every round with several arms; the engine held them until it was idle."""
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     engine = engine_for(tiny, drafters("eagle3 tree"))
     for request in decoding.requests([[5, 9]], sampling=GREEDY, max_new_tokens=12, seeds=[0]):
@@ -891,7 +899,7 @@ def test_proposers_of_single_rounds_are_not_remembered(tiny, drafters, monkeypat
 
 
 def test_idle_engines_keep_no_large_caches(tiny, drafters, monkeypatch):
-    """Caches of a draft model are as large as the target's, and the limit did not see them."""
+    """Caches of a draft model are as large as the target's, and the limit left them out."""
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     engine, sizes = engine_for(tiny, drafters("lm")), []
     for limit in (float("inf"), 0):
@@ -909,7 +917,7 @@ def test_idle_engines_keep_no_large_caches(tiny, drafters, monkeypatch):
 
 
 def test_the_end_is_known_one_round_late(tiny, drafters, on_device, monkeypatch):
-    """The late round commits nothing for the text that has ended, and does for the others."""
+    """The late round commits no token of the ended text, but tokens of the other texts."""
     how = dict(sampling=MIXED, drafter=drafters("eagle3 tree"), slots=2)
     host = decode(tiny, **how)
     late = []
@@ -933,14 +941,14 @@ def test_the_end_is_known_one_round_late(tiny, drafters, on_device, monkeypatch)
 
 
 def test_a_longer_text_elsewhere_does_not_pull_the_table_away(tiny, drafters):
-    """A graph reads the rotary tables that were there when it was captured: they live as long as its caches."""
+    """A graph reads the rotary tables of the time of its capture: these tables live as long as the caches."""
     cache = tiny.model.new_cache(1, 64)
     tiny.model.new_cache(1, 640)
     assert cache.rope is not None and tiny.model.new_cache(1, 64).rope is not cache.rope
 
 
 def test_rounds_go_with_their_stream(tiny, drafters, graphs_on, monkeypatch):
-    """Caches and graphs are large: nothing may wait for the garbage collector."""
+    """Caches and graphs are large: they must be freed without the garbage collector."""
     graphs_on()
     found = []
     load = device_round.DeviceRounds.load
@@ -959,7 +967,7 @@ def test_rounds_go_with_their_stream(tiny, drafters, graphs_on, monkeypatch):
 
 
 def test_places_that_only_the_device_knows():
-    """The plan of a ragged tree step, given as numbers and given as tensors."""
+    """The plan of a ragged tree step is the same from numbers and from tensors."""
     base, parents = [5, 0, 9], torch.tensor([[-1, -1, 0, 2], [-1, 0, 1, 2], [-1, 0, PADDING, PADDING]])
     found = ancestors(parents)
     trees = [topology(row) for row in parents.tolist()]

@@ -1,4 +1,4 @@
-"""Small runs of every command, inside this process and one directory, each on what the ones before have made."""
+"""Small runs of every command, in this process and in one directory. Each run uses the files of earlier runs."""
 
 import contextlib
 import io
@@ -105,10 +105,10 @@ RUNS: dict[str, tuple[Any, ...]] = {
     "import": ("import", "exported/sql-eagle3-eagle", "probe.prompts=1", "probe.max_new_tokens=4", *CPU),
     "report": ("report", "online", "live", "eval", "steps", "--csv", "--output-dir", "page"),
 }
-"""Name of a result document → the command line that prints it."""
+"""Name of a result document → the command line that prints this document."""
 
 _OWN = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}|/[0-9a-f]{16}(?=/)")
-"""What a run or a set of features has in its path that no other has."""
+"""The part of a path that names one run or one set of features."""
 
 
 def specctl(*argv: Any, code: int | None = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Shapes of the files that runs keep, by what they are read with."""
+"""Shapes of the files that runs keep: one reader for each kind of file."""
 
 import csv
 import json
@@ -14,7 +14,7 @@ from tests.golden.shapes import MACHINE, Shape, merged, placed, shape_of
 
 
 def shape_of_file(path: Path) -> Shape | None:
-    """The shape of a file's content; None of a picture, a page, or a tokenizer, whose keys are its tokens."""
+    """The shape of a file's content. None for a picture, a page, or a tokenizer: the keys of a tokenizer are tokens."""
     read = None if path.name == "tokenizer.json" else READERS.get(path.suffix)
     return None if read is None else read(path)
 
@@ -32,7 +32,7 @@ def _yaml(path: Path) -> Shape:
 
 
 def _columns(path: Path) -> Shape:
-    """Those that a busy machine adds are left out."""
+    """The columns, without the columns that a busy machine adds."""
     with open(path, newline="") as file:
         names = next(csv.reader(file), [])
     return shape_of({name: "" for name in names if name not in MACHINE}) if names else {}
@@ -52,7 +52,7 @@ def _tensors(path: Path) -> Shape:
 
 
 def _decoded(metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
-    """Metadata of a table; what is JSON is read as such."""
+    """Metadata of a table, with JSON values parsed."""
     found: dict[str, Any] = {}
     for key, value in (metadata or {}).items():
         try:

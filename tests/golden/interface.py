@@ -1,4 +1,4 @@
-"""What users type: recipe keys, options, names of shipped recipes, environment variables."""
+"""The words that users type: recipe keys, options, names of shipped recipes, environment variables."""
 
 import json
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ def recipe_keys() -> Documents:
 
 
 def options() -> Documents:
-    """Subcommand → spellings of an option → what it takes, and its environment variable."""
+    """Subcommand → spellings of an option → its traits, and its environment variable."""
     return {name: dict(map(_option, command.params)) for name, command in _commands(get_command(app), "specctl")}
 
 
 def shipped() -> Documents:
-    """Name of a file in the package → the command whose recipe it is, or why it is none."""
+    """Name of a file in the package → the command of the recipe, or the error that the file gives as a recipe."""
     found = {}
     for row in specctl("recipes", "ls")["recipes"]:
         document = specctl("recipes", "validate", row["name"], code=None)
@@ -31,7 +31,7 @@ def shipped() -> Documents:
 
 
 def environment(setenv: Any) -> Documents:
-    """Variable → what is said of a value that it does not take; `setenv(name, value)` sets one."""
+    """Variable → the message for a value that is refused; `setenv(name, value)` sets a variable."""
     switches = (
         *("SPECCTL_KERNELS", "SPECCTL_GRAPHS", "SPECCTL_ATTENTION", "SPECCTL_LAYERS", "SPECCTL_KV"),
         *("SPECCTL_STEP", "SPECCTL_KV_GIB"),
@@ -48,7 +48,7 @@ def _keys(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _keys_of(node: Any, sections: Any, defaults: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    """A section's keys; `defaults`: those that the section above says otherwise."""
+    """A section's keys; `defaults` are the defaults that the section above replaces."""
     for name, field in node["properties"].items():
         default = defaults.get(name, field.get("default"))
         if "$ref" in field:
@@ -62,7 +62,7 @@ def _section(field: Any, sections: Any) -> Any:
 
 
 def _nameless(node: Any, sections: Any) -> Any:
-    """A part of a schema without the names of classes and what is said about them."""
+    """A part of a schema without the names and the descriptions of classes."""
     if isinstance(node, list):
         return [_nameless(item, sections) for item in node]
     if not isinstance(node, dict):

@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 def everything(place: Path) -> dict[str, Documents]:
-    """Name of a reference file → its documents; the small runs are made in `place`."""
+    """Name of a reference file → its documents; the small runs write to `place`."""
     with commands.alone(place) as patch:
         found = {"recipes": interface.recipe_keys(), "options": interface.options(), "shipped": interface.shipped()}
         found |= {"results": commands.results(), "files": commands.kept(place)}

@@ -1,4 +1,4 @@
-"""Shapes of documents: every dotted key with the kinds of its values, and what two shapes differ in."""
+"""Shapes of documents: every dotted key with the kinds of its values, and the differences of two shapes."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +14,7 @@ NAMES = (
 """Domains, drafters and algorithms of the small runs: as keys they are data."""
 
 MACHINE = ("cuda", "git", "others_busy", "unusable", "notes")
-"""Keys whose values depend on the machine, or on how busy it is."""
+"""The values of these keys depend on the machine, or on how busy it is."""
 BUSY = " not usable"
 """End of the headings that a report has on a busy machine only."""
 
@@ -24,12 +24,12 @@ _KINDS = {type(None): "null", bool: "bool", int: "int", float: "float", str: "st
 
 
 def numberless(text: str) -> str:
-    """With a placeholder for every number: of a step, a chunk, a rank."""
+    """The text with a placeholder for every number, such as a step, a chunk or a rank."""
     return _NUMBER.sub("#", text)
 
 
 def placed(key: str) -> str:
-    """With placeholders for names and numbers, which are data."""
+    """The key with placeholders for names and numbers, which are data."""
     return numberless(_NAME.sub("<name>", key))
 
 
@@ -48,7 +48,7 @@ def merged(shapes: Iterable[Shape]) -> Shape:
 
 
 def same_kinds(reference: str, found: str) -> bool:
-    """Whether no value is of another kind: null alone says nothing of a kind, and a whole number is a number."""
+    """Whether `found` has no kind that `reference` lacks. Null alone tells no kind, and a float may be an int."""
     expected, there = set(reference.split("|")), set(found.split("|"))
     if expected == {"null"}:
         return True
@@ -58,7 +58,7 @@ def same_kinds(reference: str, found: str) -> bool:
 
 
 def differences(name: str, reference: Shape, found: Shape, fits: Callable[[str, str], bool] = same_kinds) -> list[str]:
-    """A line for every key of a document that went, came or changed; `fits(reference, found)` compares two kinds."""
+    """A line for every key of a document that is gone, new or changed; `fits(reference, found)` compares two kinds."""
     gone = [path for path in reference.keys() - found.keys() if not _under_nothing(path, found)]
     new = [path for path in found.keys() - reference.keys() if not _under_nothing(path, reference)]
     changed = [path for path in reference.keys() & found.keys() if not fits(reference[path], found[path])]
@@ -87,6 +87,6 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _under_nothing(path: str, shape: Shape) -> bool:
-    """Whether a key above is null throughout: it may have keys of its own elsewhere."""
+    """Whether a key above `path` is null in every document of `shape`: elsewhere this key may have keys of its own."""
     above = [path[: found.start()] for found in re.finditer(r"[.\[]", path)]
     return any(shape.get(key) == "null" for key in above)

@@ -1,9 +1,9 @@
-"""What users keep has not changed: recipe keys, options, result documents and the files of runs, key by key.
+"""Recipe keys, options, result documents and the files of runs have not changed, key by key: users keep them.
 
-The reference is beside this file: `recipes.json` (every key's type, default and limits), `options.json`,
-`shipped.json`, `environment.json`, `results.json` (what `--json` prints) and `files.json` (what runs leave behind).
-The small runs take about a minute of one core. A change that is meant writes the reference anew with
-`python -m tests.golden.regenerate`, from the root of the checkout, and its diff is part of the change.
+The reference files are in this directory: `recipes.json` (every key's type, default and limits), `options.json`,
+`shipped.json`, `environment.json`, `results.json` (the output of `--json`) and `files.json` (the files of runs).
+The small runs take about a minute of one core. After an intended change, `python -m tests.golden.regenerate` (from the
+root of the checkout) rewrites the reference, and the difference is part of the commit.
 """
 
 import operator
@@ -30,7 +30,7 @@ def test_nothing_that_users_keep_has_changed(found, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_renamed_key_is_seen(name):
-    """Whichever key of whichever document it is."""
+    """Every key of every document."""
     for title, shape in regenerate.reference(name).items():
         for key, kind in shape.items():
             renamed = {other: shape[other] for other in shape if other != key} | {"renamed": kind}
@@ -56,7 +56,7 @@ def test_a_changed_default_is_seen():
 
 
 def changes(name, reference, found):
-    """A line for every difference of two sets of documents, those that came and went as well."""
+    """A line for every difference of two sets of documents, new and missing documents included."""
     fits = operator.eq if name in WORDED else same_kinds
     titles = differences(name, dict.fromkeys(reference, "document"), dict.fromkeys(found, "document"))
     both = [title for title in reference if title in found]
