@@ -1,9 +1,11 @@
 """The `specctl` command: its subcommands, its global options, and the exit of every invocation."""
 
+import functools
 import importlib
 import sys
 import traceback
 from contextlib import suppress
+from typing import Any
 
 import typer
 
@@ -44,13 +46,19 @@ def globals_(
         raise UsageError("the command is missing", hint="see specctl --help")
 
 
+@functools.cache
+def _command() -> Any:
+    """All subcommands with their options. Typer needs 20 ms to build them, so a process does this only once."""
+    return typer.main.get_command(app)
+
+
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit code. Errors are reported on stderr."""
     output.reset(argv)
     try:
         if sys.flags.optimize > 1:
             raise UsageError("transformers needs docstrings, which PYTHONOPTIMIZE=2 (python -OO) strips: unset it")
-        code = app(argv, prog_name="specctl", standalone_mode=False)
+        code = _command()(argv, prog_name="specctl", standalone_mode=False)
         if code == 130:  # Typer has caught Ctrl-C without a message
             raise KeyboardInterrupt
         sys.stdout.flush()
