@@ -62,9 +62,9 @@ def last_rows(logits: Tensor, path: Tensor, accepted: Tensor) -> Tensor:
     """Rows [B, V] of logits [B, 1+n, V] at the end of the accepted paths: the last accepted node, or the root."""
     if not path.shape[1]:
         return logits[:, 0]
-    last = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1)) + 1
-    row = torch.where(accepted.unsqueeze(1) > 0, last, 0)
-    return logits.gather(1, row.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).squeeze(1)
+    last = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    row = torch.where(accepted > 0, last + 1, 0)
+    return logits[torch.arange(len(row), device=row.device), row]
 
 
 def _plan(state: DecodeState, draft: DraftTree, parents: list[list[int]]) -> tuple[Plan, list[list[int]]]:
