@@ -30,7 +30,7 @@ LARGEST = torch.finfo(torch.float16).max
 # Number of weights of a product, and number of rows, from which a second thread pays: the multi-threaded call takes 15
 # µs longer. Smaller products are packed for both calls, which takes as much memory as the fp32 weights.
 THREADED, ROWS_THREADED = 2**20, 8
-PART = 2**16  # weights that are checked together
+PART = 16  # rows that are checked together
 
 
 class Linear:
@@ -169,8 +169,7 @@ def _of_fbgemm(weight: Tensor, bias: Tensor | None) -> Product:
 def fits_half(weight: Tensor, rough: bool) -> bool:
     """Whether fp16 can hold the weights: each within `ROUNDED`, or only their range if they may be rounded."""
     bound = torch.inf if rough else ROUNDED
-    # in parts, because a copy of a large matrix takes much memory
-    parts = weight.split(max(1, PART // weight.shape[1]))
+    parts = weight.split(PART)  # in parts, because a copy of a large matrix takes much memory
     return all(bool(part.abs().amax() <= LARGEST and (part - part.half()).abs_().amax() <= bound) for part in parts)
 
 
