@@ -14,6 +14,7 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.messages import prompt_id
 from specctl.drafters import names, pool
+from specctl.drafters.hybrid.weighed import unweighed
 from specctl.errors import UsageError
 from specctl.measuring import lossless
 from specctl.measuring.contenders import VANILLA, WARMUP_TOKENS
@@ -82,7 +83,8 @@ def generate(
         run.annotate(target=target.identity)
     if drafter is None and recipe.drafter:
         drafter = pool.load_drafter(recipe.drafter, target, recipe.drafting)
-    name = names.name_of(recipe.drafter) if recipe.drafter else type(drafter).__name__.lower()
+    own = "" if drafter is None else type(unweighed(drafter)).__name__.lower()
+    name = names.name_of(recipe.drafter) if recipe.drafter else own
     messages = [{"role": "user", "content": recipe.prompt}]
     ids = target.render(messages, **recipe.target.chat_template_kwargs)
     plain = _decode(target, recipe, ids, None)

@@ -32,11 +32,12 @@ def prefill(target: Target, state: DecodeState, slots: list[int], share: bool, p
         else:
             logits, tapped = prefixes.prefill(target, prompts, state.cache, state.taps, slots)
     failed = nonfinite_rows(target, logits)
-    positions = torch.tensor([[len(prompt)] for prompt in prompts])
+    positions = torch.tensor([[len(prompt)] for prompt in prompts], device=logits.device)
+    nothing = positions[:, :0]
     draws = state.draws.select(slots)
-    penalised = draws.penalise(logits.unsqueeze(1), prompts, [[] for _ in prompts], positions[:, :0])
-    first = draws.draw(penalised, positions)
-    state.begin(slots, [row[0] for row in first.tolist()], tapped)
+    penalised = draws.penalise(logits.unsqueeze(1), prompts, [[] for _ in prompts], nothing)
+    _, _, first = draws.follow(penalised, positions, nothing, nothing)
+    state.begin(slots, first.tolist(), tapped)
     for place, error in failed.items():
         row = state.rows[slots[place]]
         del row.ids[row.prompt_length :]  # drop the token: it was sampled from logits that are not finite

@@ -69,21 +69,15 @@ class Draws:
         depth = torch.arange(1, depths + 1, device=start.device)
         return self.uniform(start + (depth << 32), ACCEPT)
 
-    def draw(self, logits: Tensor, positions: Tensor, stream: int = TARGET) -> Tensor:
-        """Draw one token per row of logits [B, T, V]. `positions` [B, T] are the absolute positions of the drawn
-        tokens; so is the shape of the result."""
-        if self.greedy:
-            return kernels.argmax(logits)
-        rows = self.rows(logits)
-        drawn = kernels.sample_rows(rows, self.uniform(positions, stream).reshape(-1))
-        return drawn.view(logits.shape[:2])
-
     def follow(
         self, logits: Tensor, positions: Tensor, tokens: Tensor, parents: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Follow the drawn tokens through the tree `tokens`, `parents` [B, n] (the match rule). `logits` [B, 1 + n, V]
-        and `positions` [B, 1 + n] are as in `draw`. Returns the path [B, n] of accepted nodes, the accepted length [B]
-        and the bonus token [B]."""
+        """Follow the drawn tokens through the tree `tokens`, `parents` [B, n], from its root on (the match rule).
+
+        `logits` [B, 1 + n, V] belong to the root and the nodes; `positions` [B, 1 + n] are the absolute positions of
+        the tokens drawn from them. Returns the path [B, n] of accepted nodes, the accepted length [B] and the bonus
+        token [B].
+        """
         if self.greedy:
             return kernels.walk_tree(kernels.argmax(logits), tokens, parents)
         filters = self.temperature, self.top_k, self.top_p

@@ -1,6 +1,6 @@
 """Verification of a draft: one target forward over it, then a lossless acceptance rule.
 
-Match rule (deterministic drafts, trees): every node draws its next token y ~ p(·|node) from the random stream of that
+Match rule (deterministic drafts, trees): a node draws its next token y ~ p(·|node) from the random stream of that
 absolute position. The walk from the root follows the child that equals y. Each committed token is therefore exactly the
 token that plain decoding would have drawn with the same seed. Ratio rule (sampled chains): Leviathan et al. 2023,
 Algorithm 1; Chen et al. 2023, Algorithm 2; or for the chain as a block, Sun et al. 2025, Algorithm 2.

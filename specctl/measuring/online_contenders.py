@@ -122,11 +122,7 @@ class OnlineContenders:
         self.fixed_pool = Specialists(recipe, STATIC, target, seed) if static and recipe.pool else None
         # One store for all contenders, because they write the same texts.
         self.companion = self._companion(GrowingDatastore(recipe.buffer.store_tokens))
-        self.untrained: dict[str, Drafter] = {
-            name: self.companion.text_drafter(name)
-            for name in (*TEXT_DRAFTERS, STREAM_RETRIEVAL)
-            if name in recipe.baselines
-        }
+        self.untrained = self._load_untrained()
         twice = {VANILLA, *self.fixed, *([STATIC] if self.fixed_pool else [])} & {*self.learners}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
@@ -150,11 +146,16 @@ class OnlineContenders:
         }
         return {name: pool.load_drafter(str(at), self.target, self.recipe.drafting) for name, at in starts.items()}
 
+    def _load_untrained(self) -> dict[str, Drafter]:
+        named = [name for name in (*TEXT_DRAFTERS, STREAM_RETRIEVAL) if name in self.recipe.baselines]
+        return {name: self.companion.text_drafter(name) for name in named}
+
     def retarget(self, target: Target) -> None:
         """Switch to another target. Raises CheckpointError if a drafter does not fit."""
         self.target = target
         self.engines.clear()
         self.companion = self._companion(self.companion.store)
+        self.untrained = self._load_untrained()
         for learner in self._learners():
             learner.retarget(target)
         self.fixed = self._load_fixed() if self.fixed else {}

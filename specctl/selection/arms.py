@@ -12,7 +12,7 @@ from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, names, pool
 from specctl.drafters.checkpoint import PROMPTS
 from specctl.drafters.hybrid.drafter import Hybrid
-from specctl.drafters.hybrid.weighed import WeighedText
+from specctl.drafters.hybrid.weighed import WeighedText, unweighed
 from specctl.drafters.text.lookup import DEPTH
 from specctl.drafters.tree import DepthLimited, Shaped, TreeDrafter
 from specctl.errors import CheckpointError, UsageError
@@ -135,7 +135,7 @@ def make_arms(
     made = [plain_arm()] if 0 in arms.draft_nodes else []
     own = recipe.choice == "batch"  # otherwise the texts of a batch share the rows that cost little
     for name, drafter in drafters.items():
-        drafter = drafter.text if type(drafter) is WeighedText else drafter  # the recipe sets its size
+        drafter = unweighed(drafter)  # the recipe sets the size
         made += [Arm(f"{name} ×{nodes}", drafter, nodes, weighs_rows=own) for nodes in arms.draft_nodes if nodes]
         made += [Arm(f"{name} {label(shape)}", shaped(name, drafter, shape), weighs_rows=own) for shape in arms.shapes]
     return made
@@ -149,9 +149,9 @@ def plain_arm() -> Arm:
 def longest_draft(drafter: Drafter) -> int:
     """The longest draft of a drafter, in tokens; a hybrid's is sometimes a little longer."""
     if isinstance(drafter, Hybrid):
-        return max(longest_draft(drafter.head), longest_draft(drafter.text))
+        return max(longest_draft(drafter.head), drafter.longest)
     if isinstance(drafter, WeighedText):
-        return longest_draft(drafter.text)
+        return drafter.longest
     if isinstance(drafter, Shaped):
         return drafter.shape.depth
     if isinstance(drafter, DepthLimited):

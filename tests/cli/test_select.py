@@ -180,7 +180,7 @@ def test_rounds_run_on_the_device_if_all_contenders_support_it(specctl, tmp_path
     joined = selected("joined", "beside=lookup")
     assert joined["rounds_on"] == "device" and joined["lossless"]["mismatches"] == 0
     kinds = {type(getattr(drafter, "drafter", drafter)).__name__ for drafter in ran}
-    assert {"Hybrid", "Lookup"} <= kinds
+    assert {"Hybrid", "WeighedText"} <= kinds
     others = [] if options else [["algo=[metasd-ucb]", "game.reward=bd"], ["batch=2"]]
     for place, more in enumerate(others):
         found = selected(f"other {place}", *more)

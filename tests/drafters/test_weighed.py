@@ -67,6 +67,22 @@ def test_cheap_rows_allow_longer_drafts_than_the_default(target, prompts):
     )
 
 
+def test_no_draft_is_longer_than_it_says(target, prompts):
+    """Tables and rewards of a pool have room for the longest draft."""
+    prompt = prompts[0] + [17, 18] * 20  # repeats itself, so that drafts are long
+    for each in (0.001, 0.1):
+        drafter = WeighedText(Lookup(), rows_cost(each))
+        assert 0 < max(sizes_of(target, [prompt], drafter)[0]) <= longest_draft(drafter) <= 32
+    assert longest_draft(WeighedText(Lookup(), rows_cost(0.001))) == 32
+
+
+def test_padding_of_exact_mode_is_used(target, prompts):
+    """All steps have eight rows, so that seven nodes cost nothing."""
+    free = sizes_of(target, prompts, WeighedText(Lookup(), rows_cost(0.0)), exact=True)[0]
+    assert sizes_of(target, prompts, WeighedText(Lookup(), rows_cost(1.0)), exact=True)[0] == free
+    assert max(free) == 7
+
+
 def test_claims_that_never_come_true_are_no_longer_drafted(target, prompts):
     sizes, _ = sizes_of(target, prompts[:1], WeighedText(Guesses(0.5), rows_cost(0.3)))
     assert sizes[0] > 0
@@ -84,7 +100,7 @@ class TestLoading:
     def test_text_drafters_weigh_their_nodes_on_a_cpu(self, target, name):
         drafter = pool.load_drafter(name, target, DraftingRecipe())
         assert isinstance(drafter, WeighedText)
-        assert longest_draft(drafter) == longest_draft(drafter.text) > 0
+        assert longest_draft(drafter) == (drafter.offered if name == "lookup" else drafter.text.depth)
 
     def test_a_head_costs_nothing_without_one(self, target, monkeypatch):
         monkeypatch.setattr(costs, "REPEATS", 1)

@@ -50,7 +50,7 @@ class Gateway:
 
 @pytest.fixture(scope="session")
 def lookup(target):
-    return pool.load_drafter("lookup", target, DraftingRecipe())
+    return pool.load_drafter("lookup", target, DraftingRecipe(depth=7))
 
 
 @pytest.fixture

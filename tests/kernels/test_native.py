@@ -111,10 +111,9 @@ def test_drafted_bf16_texts_equal_plain_decoding(instructions, sampling):
 
 @needed
 @pytest.mark.parametrize("vocabulary", [5, 256, 300, 4096])
-def test_tokens_of_bf16_logits(instructions, monkeypatch, vocabulary):
+def test_tokens_of_bf16_logits(instructions, vocabulary):
     """Equal the reference's: maxima, rows that are no distribution, and samples away from the bounds of a token."""
     generator = torch.Generator().manual_seed(vocabulary)
-    monkeypatch.setattr(native, "_loaded", [native.library()])
     logits = (3 * torch.randn(64, vocabulary, generator=generator)).bfloat16()
     logits[1], logits[2, -1], logits[3, :2], logits[4, 0] = -torch.inf, torch.nan, -torch.inf, torch.inf
     logits[5, [1, 3]] = 40.0  # ties
@@ -129,13 +128,14 @@ def test_tokens_of_bf16_logits(instructions, monkeypatch, vocabulary):
             for row in range(64):
                 found, expected = native.sample(logits[row], temperature, u), {int(one[row]) for one in near}
                 assert found is None if row in (1, 4) else found in expected
+    strided = logits.t().contiguous().t()[7]
+    assert native.sample(strided, 1.0, 0.5) == native.sample(logits[7], 1.0, 0.5)
     assert native.argmax(logits.float()) is native.sample(logits[0].float(), 1.0, 0.5) is None
 
 
 @needed
-def test_samples_have_the_probabilities_of_the_tokens(instructions, monkeypatch):
+def test_samples_have_the_probabilities_of_the_tokens(instructions):
     """Uniforms on a grid: each token has its share of them."""
-    monkeypatch.setattr(native, "_loaded", [native.library()])
     logits = torch.randn(600, generator=torch.Generator().manual_seed(0)).bfloat16()
     grid = [(i + 0.5) / 20000 for i in range(20000)]
     drawn = torch.tensor([native.sample(logits, 0.8, u) for u in grid])

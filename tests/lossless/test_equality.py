@@ -482,6 +482,8 @@ true_walk = kernels.reference.walk_tree
 def broken_walk(drawn, tokens, parents):
     """Accept the first draft token regardless of the target's draw."""
     path, count, bonus = true_walk(drawn, tokens, parents)
+    if not tokens.shape[1]:
+        return path, count, bonus
     first = parents[:, 0] == -1
     path[:, 0] = torch.where(first, 0, path[:, 0])
     return path, torch.where(first, count.clamp(min=1), count), bonus

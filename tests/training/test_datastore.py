@@ -32,7 +32,7 @@ def test_a_datastore_is_collected_measured_and_loaded(distilled, target, tmp_pat
     assert result.train_tokens == sum(example.response_length for example in corpus.train)
     assert result.mat > 1 and result.acceptance_by_position
     drafter = load_drafter(result.drafter, target, DraftingRecipe())
-    store = drafter.corpus.tokens.tolist()
+    store = drafter.text.corpus.tokens.tolist()
     for example in corpus.train:
         response = example.tokens[example.prompt_length :]
         assert any(store[at : at + len(response)] == response for at in range(len(store)))
@@ -51,7 +51,7 @@ def test_a_datastore_is_collected_measured_and_loaded(distilled, target, tmp_pat
 def test_held_out_prompts_are_not_in_the_store(distilled, target, tmp_path):
     """Otherwise its mean accepted tokens would measure memorization."""
     result = train_drafter(recipe(distilled, tmp_path), Run(tmp_path))
-    store = load_drafter(result.drafter, target, DraftingRecipe()).corpus.tokens.tolist()
+    store = load_drafter(result.drafter, target, DraftingRecipe()).text.corpus.tokens.tolist()
     corpus = load_distilled([distilled], target, 2048, 0.2, 4)
     assert len(corpus.held_out) == 4
     assert store.count(-1) == len(corpus.train)

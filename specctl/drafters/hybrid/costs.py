@@ -111,7 +111,7 @@ SINGLE = [field.name for field in fields(Costs) if field.name != "rounds"]
 def costs_of(target: Target, head: CandidateDrafter | None, name: str) -> Costs:
     """Return the costs of rounds, from the cache file or measured now; without a head, its levels cost nothing.
 
-    `name` identifies the head's family and architecture.
+    `name` identifies the head's family and architecture, or says that there is none.
     """
     path = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache") / "specctl" / "costs.json"
     sliced = [f"{processes.group_size()} slices"] if processes.group_size() > 1 else []
@@ -130,6 +130,8 @@ def costs_of(target: Target, head: CandidateDrafter | None, name: str) -> Costs:
         return known
     if problem and not processes.is_follower():
         progress.warn(problem)
+    if not processes.is_follower():
+        progress.log("measuring what rounds cost on this machine, once")
     costs = processes.broadcast_value(measure(target, head))
     if processes.is_follower():
         return costs

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from specctl.decoding.protocols import BaseDrafter, DeviceDraft, OnDevice
+from specctl.decoding.protocols import BaseDrafter, DeviceDraft, Drafter, OnDevice
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.candidates import Candidates
 from specctl.drafters.hybrid.costs import Costs
 from specctl.drafters.hybrid.gate import TEXT, Gate, GateStatistics, Pending
-from specctl.drafters.tree import TextDrafter
+from specctl.drafters.tree import DepthLimited, TextDrafter
 
 OFFERED = 8, 32  # least and largest number of nodes that a text drafter proposes
 WORSE = 0.9  # share of the best rate below which no larger draft is considered
@@ -57,6 +57,12 @@ class WeighedText(BaseDrafter):
         # The text drafter proposes as many nodes as a round of one text verifies at twice the cost of a plain round.
         least, most = OFFERED
         self.offered = max(size for size in range(least, most + 1) if size == least or costs.round(1 + size) <= 2)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a draft of the text drafter, which may be a chain."""
+        depth = self.text.depth if isinstance(self.text, DepthLimited) else None
+        return min(depth or self.offered, self.offered)
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """Draft a tree from the last committed token; in exact mode a chain."""
@@ -119,8 +125,14 @@ class WeighedText(BaseDrafter):
         return self.text.on_device(state, budget) if isinstance(self.text, OnDevice) else None
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """Children that the text drafter would have proposed: an upper bound, as some may not pay off."""
+        """Children that the text drafter proposes without weighing. Its own drafts have one size, so that a weighed one
+        can have fewer nodes or more levels."""
         return self.text.score(state, spans, depths)
+
+
+def unweighed(drafter: Drafter) -> Drafter:
+    """The text drafter itself, with drafts of one size; any other drafter comes back unchanged."""
+    return drafter.text if type(drafter) is WeighedText else drafter
 
 
 class Size(NamedTuple):
@@ -150,10 +162,10 @@ def best_size(state: DecodeState, drafts: list[Candidates], budget: int, costs: 
     ranked = [draft.longest() if state.exact_rows else draft.ranked() for draft in drafts]
     joint = [[drafts[b].joint[node] for node in ranked[b]] for b in state.live]
     tokens = float(len(joint))
-    best = Size([], 0, tokens, spent + costs.round(1, state.batch))
+    best = Size([], 0, tokens, spent + costs.round(state.exact_rows or 1, state.batch))
     for width in range(1, min(budget, max(map(len, joint), default=0)) + 1):
         tokens += sum(values[width - 1] for values in joint if width <= len(values))
-        cost = spent + costs.round(width + 1, state.batch)
+        cost = spent + costs.round(state.exact_rows or width + 1, state.batch)
         if tokens * best.cost > best.tokens * cost:
             best = Size([], width, tokens, cost)
         elif tokens * best.cost < WORSE * best.tokens * cost:

@@ -16,7 +16,8 @@ from specctl.drafters.text.device_rounds import TextRounds
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
 
-# On a CPU 8 rows cost the same as 1, and further rows cost more. Tokens per pass of the built-in target at depth 4 / 5
+# Drafts of one size, where nothing weighs the nodes (`hybrid.weighed`). On a CPU 8 rows cost the same as 1, and further
+# rows cost more. Tokens per pass of the built-in target at depth 4 / 5
 # / 7: sql 1.57 / 1.65 / 1.65, math 2.18 / 2.32 / 2.46. Without 1-grams it is 1.63 and 2.18 at depth 7; 4-grams make no
 # difference.
 DEPTH = {"cpu": 7, "cuda": 10}
@@ -131,4 +132,4 @@ class NGramIndex:
 
 
 def make_drafter(drafting: DraftingRecipe) -> Lookup:
-    return Lookup(drafting.depth)
+    return Lookup(drafting.depth or drafting.nodes)

@@ -80,6 +80,7 @@ class StepCall(ctypes.Structure):
     ]
 
 
+@functools.cache
 def instructions() -> list[str]:
     """Keys of `INSTRUCTIONS` that this processor has, the fastest first; empty for another kind of processor."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
@@ -142,39 +143,38 @@ def library_for(kind: str) -> ctypes.CDLL | None:
     if not _agrees(found):
         warnings.warn("the CPU step runs on PyTorch: the compiled matrix products differ from PyTorch's", stacklevel=2)
         return None
-    _loaded.append(found)
     return found
 
 
-_loaded: list[ctypes.CDLL] = []
-
-
 def argmax(logits: Tensor) -> Tensor | None:
-    """The first place of the maximum of logits [..., V]; NaN counts as −inf. None if they are not bf16, or if no step
-    of this process has loaded the library."""
+    """The first place of the maximum of logits [..., V], where NaN counts as −inf. Returns None if the logits are not
+    bf16, or if there is no library."""
     return _of_rows("argmax", logits, torch.int64)
 
 
 def finite(logits: Tensor) -> Tensor | None:
-    """Whether logits [..., V] have no NaN and a finite maximum. None in the cases of `argmax`."""
+    """Whether logits [..., V] have no NaN and a finite maximum. Returns None as `argmax` does."""
     return _of_rows("finite", logits, torch.bool)
 
 
 def _of_rows(name: str, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
-    if not _loaded or logits.dtype != torch.bfloat16:
+    found = library() if logits.dtype == torch.bfloat16 else None
+    if found is None:
         return None
     logits, out = logits.contiguous(), torch.empty(logits.shape[:-1], dtype=dtype)
-    getattr(_loaded[-1], f"specctl_{name}")(logits.data_ptr(), out.numel(), logits.shape[-1], out.data_ptr())
+    getattr(found, f"specctl_{name}")(logits.data_ptr(), out.numel(), logits.shape[-1], out.data_ptr())
     return out
 
 
 def sample(logits: Tensor, temperature: float, u: float) -> int | None:
-    """Sample from softmax(logits / temperature), for logits [V], at the uniform `u`. None in the cases of `argmax`, and
+    """Sample from softmax(logits / temperature), for logits [V], at the uniform `u`. Returns None as `argmax` does, and
     if the logits are no distribution."""
-    if not _loaded or logits.dtype != torch.bfloat16:
+    found = library() if logits.dtype == torch.bfloat16 else None
+    if found is None:
         return None
-    found = _loaded[-1].specctl_sample(logits.contiguous().data_ptr(), len(logits), 1 / temperature, u)
-    return None if found < 0 else found
+    logits = logits.contiguous()
+    token = int(found.specctl_sample(logits.data_ptr(), len(logits), 1 / temperature, u))
+    return None if token < 0 else token
 
 
 def version() -> str:

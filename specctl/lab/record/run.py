@@ -6,6 +6,7 @@ from specctl.commands.select import PoolOnStream, load_stream
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
+from specctl.drafters.hybrid.weighed import unweighed
 from specctl.lab.record.recipe import RecordRecipe
 from specctl.lab.recorded import recorder
 from specctl.lab.recorded.recording import check_free
@@ -45,7 +46,9 @@ def record_table(recipe: RecordRecipe, pooled: PoolOnStream) -> dict[str, int]:
 
     Raises as `recorder.record`.
     """
-    drafters, kinds = pooled.pool.drafters, pooled.pool.kinds
+    kinds = pooled.pool.kinds
+    # Drafts of one size do not depend on this machine's costs, and a table can cut them to other lengths.
+    drafters = {name: unweighed(drafter) for name, drafter in pooled.pool.drafters.items()}
     arms = [Arm(name, drafter, trained_on=kinds.get(name)) for name, drafter in drafters.items()]
     queries = [
         recorder.Query(
