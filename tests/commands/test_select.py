@@ -507,11 +507,14 @@ def prompt_ids(target, text):
 def test_a_pool_is_chosen_from_by_what_its_drafters_were_trained_on(tmp_path, target):
     """This holds from the first text on, and in a replay too. It does not hold for drafters of other layers."""
     place, path = numbers_after_stories(tmp_path, target, 6)
-    options = dict(algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], reset="query", pool=place)
+    sized = {"drafting": {"nodes": 7}}  # tables hold drafts of one size
+    options = dict(
+        algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], reset="query", pool=place, **sized
+    )
     live, _, lines = selected(tmp_path / "live", recipe(path, **options), target, None)
     assert lines[0]["arm"] == "b" and live.lossless.mismatches == 0
     table = tmp_path / "t.parquet"
-    selected(tmp_path / "a", recipe(path, record=table, pool=place), target, None)
+    selected(tmp_path / "a", recipe(path, record=table, pool=place, **sized), target, None)
     again, _, _ = selected(tmp_path / "c", recipe(path, **options | {"pool": None}, replay=table), target, None)
     assert (live.rounds, live.pulls) == (again.rounds, again.pulls)
     for one in ("a", "b"):
@@ -529,6 +532,7 @@ def test_a_drafter_of_other_layers_does_not_hide_the_training_prompts_of_the_poo
     monkeypatch.setattr(Lookup, "taps", (1, target.num_layers))
     place, path = numbers_after_stories(tmp_path, target, 2)
     options = dict(algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], pool=place, drafters=["lookup"])
+    options["drafting"] = {"nodes": 7}  # tables hold drafts of one size
     live, _, lines = selected(tmp_path / "live", recipe(path, **options), target, None)
     assert lines[0]["arm"] == "b" and live.lossless.mismatches == 0
     table = tmp_path / "t.parquet"

@@ -469,7 +469,7 @@ class TestCosts:
         capsys.readouterr()
         assert costs.costs_of(target, Claims(), "claims") == CHEAP
         said = capsys.readouterr().err.splitlines()
-        assert sum("ignoring" in line and str(kept) in line for line in said) == 1 and len(said) == 2
+        assert sum("ignoring" in line and str(kept) in line for line in said) == 1 and len(said) == 3
         assert json.loads(kept.read_text())[key] == good
 
     def test_measuring_fits_a_short_context(self, target, monkeypatch):
