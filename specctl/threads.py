@@ -11,6 +11,7 @@ is resumed bit for bit continues with its first number.
 
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -95,21 +96,26 @@ def step_threads(flops: float) -> Iterator[None]:
     """
     import torch
 
-    global _available
-    before, outer = torch.get_num_threads(), _available
+    before, outer = torch.get_num_threads(), _outermost.available
     if _settled():
         yield
         return
-    _available = outer or before
-    torch.set_num_threads(min(_available, useful_threads(flops)))
+    _outermost.available = outer or before
+    torch.set_num_threads(min(_outermost.available, useful_threads(flops)))
     try:
         yield
     finally:
-        _available = outer
+        _outermost.available = outer
         torch.set_num_threads(before)
 
 
-_available: int | None = None  # number of threads outside of the outermost `step_threads`
+class _Outermost(threading.local):
+    """Number of threads outside of the outermost `step_threads`, for each thread: so is PyTorch's number."""
+
+    available: int | None = None
+
+
+_outermost = _Outermost()
 
 
 def resume_threads(count: int | None) -> None:

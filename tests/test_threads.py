@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -20,8 +21,14 @@ def count(monkeypatch):
     """Record PyTorch's thread counts, with no count requested by the environment."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     numbers = [8]
+    real, own = torch.set_num_threads, threading.get_ident()
+
+    def set_number(number):
+        """Engines of earlier tests may still run in other threads."""
+        numbers.append(number) if threading.get_ident() == own else real(number)
+
     monkeypatch.setattr(torch, "get_num_threads", lambda: numbers[-1])
-    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    monkeypatch.setattr(torch, "set_num_threads", set_number)
     return numbers
 
 
@@ -157,6 +164,25 @@ def test_others_are_measured_only_if_it_matters(monkeypatch, tmp_path):
     assert threads.read_cpu_facts(4, environ={"OMP_NUM_THREADS": "2"}, root=tmp_path) == CpuFacts(4, 4, asked=2)
     assert threads.read_cpu_facts(4, 3, environ={"OMP_NUM_THREADS": "2"}, root=tmp_path) == CpuFacts(4, 4, asked=3)
     assert threads.read_cpu_facts(4, environ={"LOCAL_WORLD_SIZE": "2"}, root=tmp_path) == CpuFacts(4, 4, processes=2)
+
+
+def test_blocks_of_one_thread_do_not_change_those_of_another(count):
+    """A server's engine and its other threads compute at the same time."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with threads.step_threads(20e6):
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(10)
+    with threads.step_threads(20e6):
+        leave.set()
+        thread.join()
+        with threads.step_threads(9e9):
+            assert count[-1] == 8
 
 
 def test_a_command_uses_free_threads_and_its_steps_useful_ones(count, monkeypatch, capsys):
