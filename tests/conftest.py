@@ -144,7 +144,7 @@ def cache_of_its_own(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_power_cut():
-    """Let the system choose when files reach the disk: thousands of files would wait for it one by one. The tests kill
+    """Let the system choose when files reach the disk: thousands of files would wait for it in turn. The tests kill
     processes, which loses no file; they never cut the power."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)

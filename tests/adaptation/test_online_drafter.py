@@ -1,4 +1,4 @@
-"""A drafter that learns: what it plays and keeps is what its learner says, whatever the module is like."""
+"""An online drafter drafts with the weights of its learner and saves these weights, for every family."""
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from tests.adaptation.lessons import answered, taught
 from tests.measuring.streams import QUESTIONS, recipe, write_copy, write_head
 
 
-def test_tied_weights_are_played_and_saved_as_they_were_learnt(tmp_path, tiny, tiny_directory):
-    """The vocabulary head of most small LMs is their embedding. Under its second name the old one would be loaded last,
-    and what the embedding has learnt be gone."""
+def test_learned_tied_weights_are_played_and_saved(tmp_path, tiny, tiny_directory):
+    """Most small LMs use one matrix as embedding and as vocabulary head. If the old matrix were saved under the second
+    name, loading it last would discard the learned embedding."""
     tied = write_copy(tmp_path / "lm", tiny, tiny_directory("qwen2"), 0.0)
     pupil = OnlineDrafter(recipe("unread.jsonl", tied, tiny, algo=["ogd"], baselines=[]), "ogd", tiny, 0)
     taught(pupil, [answered(pupil, tiny)])
@@ -26,9 +26,9 @@ def test_tied_weights_are_played_and_saved_as_they_were_learnt(tmp_path, tiny, t
         assert torch.equal(after[name], learnt), name
 
 
-def test_all_texts_of_another_target_are_new(tmp_path, tiny):
-    """Where older texts are replayed: a buffer begins anew with the target, and so do the numbers by which a text is
-    known to be new. By the old count nothing would be learnt until as many texts had come as before."""
+def test_all_texts_are_new_after_a_change_of_target(tmp_path, tiny):
+    """With replay, a new target starts a new buffer, which numbers its texts from 0. A count kept from the old buffer
+    would stop learning until as many texts had come as before."""
     head = write_head(tmp_path / "hydra", tiny, "hydra")
     pupil = OnlineDrafter(recipe("unread.jsonl", head, tiny, algo=["ogd"], buffer={"replay": 1.0}), "ogd", tiny, 0)
     taught(pupil, [answered(pupil, tiny)])
@@ -37,8 +37,9 @@ def test_all_texts_of_another_target_are_new(tmp_path, tiny):
     assert (lesson.outcome.status, lesson.texts) == ("updated", len(QUESTIONS) - 1), "all but the one that judges"
 
 
-def test_the_judges_of_an_update_are_learnt_from_with_the_next_chunk(tmp_path, tiny):
-    """Every text is learnt from once, and none before it has judged; then it is forgotten, as nothing is replayed."""
+def test_held_out_texts_are_learned_from_with_the_next_chunk(tmp_path, tiny):
+    """Each text is learned from once, and a held-out text only after it has judged an update. Without replay, the
+    drafter then forgets the text."""
     head = write_head(tmp_path / "hydra", tiny, "hydra")
     pupil = OnlineDrafter(
         recipe("unread.jsonl", head, tiny, algo=["ogd"], learner={"holdout": 0.4, "rest": 0}), "ogd", tiny, 0
@@ -58,8 +59,8 @@ def test_the_judges_of_an_update_are_learnt_from_with_the_next_chunk(tmp_path, t
     assert judges == [[3], [4], [8], [9], [13], [14]] and [*pupil.buffer.texts] == [13, 14]
 
 
-def test_no_text_is_learnt_from_while_learning_rests(tmp_path, tiny):
-    """`texts` counted those that were offered."""
+def test_no_text_counts_as_learned_while_learning_rests(tmp_path, tiny):
+    """`texts` once counted the texts that were offered."""
     head = write_head(tmp_path / "hydra", tiny, "hydra")
     pupil = OnlineDrafter(recipe("unread.jsonl", head, tiny, algo=["ogd"]), "ogd", tiny, 0)
     chunk = answered(pupil, tiny)
@@ -69,8 +70,8 @@ def test_no_text_is_learnt_from_while_learning_rests(tmp_path, tiny):
 
 
 @pytest.mark.parametrize("family", ["eagle", "eagle3", "hydra"])
-def test_a_target_in_fp16_can_be_learnt_from(tmp_path, tiny, family):
-    """Learners are in fp32 there, without the autocast that would take features of any precision."""
+def test_a_drafter_learns_from_a_target_in_fp16(tmp_path, tiny, family):
+    """The learner then computes in fp32, without the autocast that would accept features of any precision."""
     half = load_target(tiny.name, device="cpu", dtype="fp16")
     head = write_head(tmp_path / family, half, family)
     pupil = OnlineDrafter(recipe("unread.jsonl", head, half, algo=["ogd"]), "ogd", half, 0)
@@ -80,7 +81,7 @@ def test_a_target_in_fp16_can_be_learnt_from(tmp_path, tiny, family):
 
 @pytest.mark.parametrize("family", sorted(online_families()))
 def test_learning_from_verdicts_needs_no_layers_of_the_target(tmp_path, tiny, tiny_directory, family):
-    """What a learner in a process of its own is given: the same chunks make the same weights."""
+    """A learner in a separate process gets a target without layers. Equal chunks must give it equal weights."""
     if family == "lm":
         head = write_copy(tmp_path / "lm", tiny, tiny_directory("llama"), 0.3)
     else:
@@ -95,8 +96,8 @@ def test_learning_from_verdicts_needs_no_layers_of_the_target(tmp_path, tiny, ti
     torch.testing.assert_close(found, learnt, rtol=0, atol=0)
 
 
-def test_muon_moves_matrices_by_orthogonal_steps_and_no_vocabulary_matrix(tmp_path, tiny):
-    """The vocabulary head is most of a small head, and every step on it was time without gain."""
+def test_muon_takes_orthogonal_steps_and_leaves_vocabulary_matrices(tmp_path, tiny):
+    """The vocabulary head is the largest part of a small head, and training it cost time without a gain."""
     head = write_head(tmp_path / "eagle3", tiny, "eagle3")
     learner = {"lr": 1e-3, "holdout": 0.0, "optimizer": "muon"}
     pupil = OnlineDrafter(recipe("unread.jsonl", head, tiny, algo=["ogd"], learner=learner), "ogd", tiny, 0)
@@ -112,8 +113,8 @@ def test_muon_moves_matrices_by_orthogonal_steps_and_no_vocabulary_matrix(tmp_pa
     assert values.median() > 0.3 and values.max() < 1.4, "all directions are about as long"
 
 
-def test_a_lesson_changes_every_layer_and_drafting_goes_on(tmp_path, tiny):
-    """Of a head with two layers, whose second chunk is drafted with the weights of the first lesson."""
+def test_a_lesson_changes_every_layer_and_drafting_continues(tmp_path, tiny):
+    """A head with two layers drafts the second chunk with the weights of the first lesson."""
     head = write_head(tmp_path / "eagle3", tiny, "eagle3", num_layers=2)
     learner = {"lr": 1e-3, "holdout": 0.0}
     pupil = OnlineDrafter(recipe("unread.jsonl", head, tiny, algo=["ogd"], learner=learner), "ogd", tiny, 0)
@@ -129,8 +130,9 @@ def test_a_lesson_changes_every_layer_and_drafting_goes_on(tmp_path, tiny):
         before = after
 
 
-def test_a_chunk_is_several_steps_on_any_device(tmp_path, tiny, monkeypatch):
-    """On a GPU an update was one or two steps of 16,384 tokens. It raised the loss, and every update was refused."""
+def test_a_chunk_makes_several_steps_on_every_device(tmp_path, tiny, monkeypatch):
+    """On a GPU, an update was once one or two steps of 16,384 tokens. It raised the loss, so every update was
+    refused."""
     monkeypatch.setitem(schedule.BATCH_TOKENS, "cpu", (16, 16_384))
     head = write_head(tmp_path / "hydra", tiny, "hydra")
     pupil = OnlineDrafter(recipe("unread.jsonl", head, tiny, algo=["ogd"], learner={"holdout": 0.0}), "ogd", tiny, 0)

@@ -1,4 +1,4 @@
-"""`specctl online` as users call it: what is refused, what is planned and shown, and warming up first."""
+"""`specctl online` as users call it: refusals, plans, results, and the warm-up."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def start(tmp_path, tiny):
     return ["--target", tiny.name, "--dtype", "fp32", "--device", "cpu", "--prompts", "prompts.jsonl", "--init", "lm"]
 
 
-ALONE = ["--beside", "none", "learner.budget=null"]  # heads as they are, learning whatever it takes
+ALONE = ["--beside", "none", "learner.budget=null"]  # the heads draft alone, and learning may take any time
 SMALL = ["--max-new-tokens", "6", "--chunk", "2", *ALONE]
 
 
@@ -46,14 +46,14 @@ SMALL = ["--max-new-tokens", "6", "--chunk", "2", *ALONE]
         (["learner.rate=1"], 2, "learner.rate"),
     ],
 )
-def test_what_is_refused(specctl, argv, code, says):
+def test_wrong_options_are_refused(specctl, argv, code, says):
     done = specctl("online", *argv, "--dry-run")
     assert done.code == code, done.err
     assert says in done.err and done.out == ""
 
 
-def test_learner_device(specctl):
-    """It must exist only if the plan is carried out, and then before anything is trained."""
+def test_a_missing_learner_device_stops_a_run_but_not_a_plan(specctl):
+    """A plan may name a device that this machine lacks. A run refuses the device before it trains anything."""
     options = ["--async", "--learner-device", "cuda:98"]
     done = specctl("online", *options, "--dry-run", "--json")
     assert done.json["recipe"]["learner_device"] == ["cuda:98"]
@@ -62,8 +62,8 @@ def test_learner_device(specctl):
     assert done.code == 2 and "cuda:98 does not exist" in done.err
 
 
-def test_a_start_that_cannot_learn(specctl, start, tmp_path, tiny):
-    """A datastore has no weights; a head of another family than the algo names cannot be its start."""
+def test_a_start_that_cannot_learn_is_refused(specctl, start, tmp_path, tiny):
+    """A datastore has no weights to train. A head of one family cannot start an algorithm for another family."""
     done = specctl("online", *start, "--algo", "opt-hydra", "--dry-run")
     assert done.code == 2 and "lm is of family lm, but the algo needs hydra" in done.err
     config = json.loads((tmp_path / "lm/config.json").read_text())
@@ -76,15 +76,15 @@ def test_a_start_that_cannot_learn(specctl, start, tmp_path, tiny):
 
 
 @pytest.mark.parametrize("name", ["online/opt-hydra", "online/ens-eagle3"])
-def test_shipped_recipes(specctl, name):
+def test_shipped_recipes_can_be_planned(specctl, name):
     done = specctl.ok("online", "--recipe", name, "--dry-run", "--json")
     steps = " ".join(done.json["steps"])
     assert "400 sql, 400 math, 400 code" in steps and "distill 1000 prompts of sql" in steps
     assert done.json["recipe"]["algo"][0] == name.split("/")[1]
 
 
-def test_it_learns_and_reports(specctl, start, tmp_path):
-    """The command on a small target, three learners side by side; then its report, and the run again."""
+def test_a_run_learns_and_is_reported(specctl, start, tmp_path):
+    """Three learners on a small target. Then the test resumes the run, reports it, and measures a learned drafter."""
     run = ["--output-dir", "run"]
     document = specctl.ok("online", *start, *SMALL, *run, "--algo", "ensemble,ogd,optimistic", "--json").json
     assert document["command"] == "online" and document["algo"] == "ensemble" and document["family"] == "lm"
@@ -109,13 +109,13 @@ def test_it_learns_and_reports(specctl, start, tmp_path):
         "online-weights-ensemble.png",
     ]
     assert "mat, not learning" in Path(shown.json["report"]).read_text()
-    # What was learnt is a drafter like any other.
+    # `eval` measures a learned drafter like any other drafter.
     measured = specctl.ok("eval", *start[:-2], "--drafter", "run/drafters/ogd", "--max-new-tokens", "6", "--json")
     assert measured.json["lossless"]["mismatches"] == 0
 
 
-def test_a_report_of_one_learner(specctl, start):
-    """Without an ensemble there are no weights to show."""
+def test_a_report_of_one_learner_shows_no_weights(specctl, start):
+    """Only an ensemble has weights to show."""
     done = specctl("online", *start, *SMALL, "--output-dir", "run", "--baselines", "vanilla", "-q")
     assert done.code == 0 and done.out.strip() == "run", done.err
     shown = specctl("report", "run", "--json")
@@ -123,7 +123,8 @@ def test_a_report_of_one_learner(specctl, start):
 
 
 def test_a_schedule_with_a_file_for_each_domain(specctl, start, tmp_path):
-    """The domains are those of the schedule, whatever data.domain would be; the learnt drafter is for them, too."""
+    """The schedule sets the domains of the stream, and data.domain does not. The learned drafter lists these domains
+    too."""
     for domain in ("code", "math"):
         (tmp_path / f"{domain}.jsonl").write_text((tmp_path / "prompts.jsonl").read_text())
     options = ["--prompts", "{domain}.jsonl", "--schedule", "math:2,code:1", "--output-dir", "run"]
@@ -142,16 +143,16 @@ def test_a_schedule_with_a_file_for_each_domain(specctl, start, tmp_path):
         ("{\n" * 3, "3 of 3 prompts rejected"),
     ],
 )
-def test_streams_of_nothing(specctl, start, tmp_path, content, says):
-    """Empty, or with nothing that the target can answer: prompts beyond its context, lines that are none."""
+def test_a_stream_without_a_usable_prompt_is_refused(specctl, start, tmp_path, content, says):
+    """The file is empty, its prompt exceeds the target's context, or its lines are not JSON."""
     (tmp_path / "prompts.jsonl").write_text(content)
     done = specctl("online", *start, *SMALL, "--json")
     assert done.code == 3 and done.json["error"]["type"] == "DataError"
     assert says in done.json["error"]["message"], done.err
 
 
-def test_nothing_recovers(specctl, start, tmp_path):
-    """η so large that every update has to be taken back: after eight chunks that is the end, with what to do."""
+def test_a_learner_that_never_recovers_ends_the_run(specctl, start, tmp_path):
+    """The learning rate is so large that every update is taken back. After eight chunks the run ends with a hint."""
     write_prompts(tmp_path, [f"Count to {n}." for n in range(10)])
     options = ["--max-new-tokens", "4", "--chunk", "1", "--lr", "1e30", "--baselines", "static", "--output-dir", "run"]
     done = specctl("online", *start, *ALONE, *options, "--json")
@@ -161,8 +162,8 @@ def test_nothing_recovers(specctl, start, tmp_path):
     assert done.err.count("was taken back") == 8
 
 
-def test_a_smaller_rate_recovers(specctl, start, tmp_path):
-    """The same, but it shrinks fast enough: warnings, and a run that ends well."""
+def test_a_learner_recovers_when_its_rate_shrinks(specctl, start, tmp_path):
+    """The first rate is just as large, but shrinks fast enough: one update is taken back, and the run succeeds."""
     write_prompts(tmp_path, [f"Count to {n}." for n in range(4)])
     options = ["--max-new-tokens", "4", "--chunk", "1", "--lr", "1e30", "learner.backoff=1e-34", "--output-dir", "run"]
     done = specctl.ok("online", *start, *ALONE, *options, "--json")
@@ -170,8 +171,8 @@ def test_a_smaller_rate_recovers(specctl, start, tmp_path):
     assert done.json["learners"][0]["rollbacks"] == 1 and done.json["lossless"]["mismatches"] == 0
 
 
-def test_a_signal_while_it_warms_up(specctl, library):
-    """The run directory is what --resume asks for; there is none yet."""
+def test_a_signal_during_the_warm_up_hints_how_to_resume(specctl, library):
+    """--resume needs a run directory, which does not exist yet during the warm-up."""
 
     def stopped(recipe, run):
         raise Interrupted("interrupted by SIGTERM", hint="continue with --resume")
@@ -184,8 +185,8 @@ def test_a_signal_while_it_warms_up(specctl, library):
 
 
 @pytest.mark.slow
-def test_it_warms_up_first_and_says_so(specctl, tmp_path):
-    """The line of the README on an empty directory; the next run uses the drafter again."""
+def test_a_run_without_a_drafter_warms_up_first(specctl, tmp_path):
+    """The command line of the README in an empty directory. The next run uses the same drafter again."""
     options = ["--algo", "opt-hydra", "--limit", "2", "--max-new-tokens", "6", "--device", "cpu", "--dtype", "fp32"]
     options += ["warmup.responses=8", "warmup.minutes=0.02"]
     planned = specctl.ok("online", *options, "--dry-run", "--json")
@@ -211,15 +212,16 @@ def test_it_warms_up_first_and_says_so(specctl, tmp_path):
         (["drafting.proposal=sampled"], None),
     ],
 )
-def test_who_drafts_beside_the_heads(specctl, start, options, said):
-    """By default the texts of the stream, unless something else decides how deep drafts are."""
+def test_the_companion_that_shares_a_tree_with_the_heads(specctl, start, options, said):
+    """By default, retrieval from the stream's texts joins the heads. An option that sets the depth of drafts prevents
+    this."""
     done = specctl.ok("online", *start, *options, "--dry-run", "--json")
     told = [step.partition("in one tree with ")[2] for step in done.json["steps"] if "in one tree with" in step]
     assert told == ([said] if said else [])
 
 
-def test_recipes_of_before_have_no_companion(specctl, start, tmp_path):
-    """They say null, which is none."""
+def test_old_recipes_without_a_companion_can_be_read(specctl, start, tmp_path):
+    """Old recipes say null, which now means none."""
     (tmp_path / "old.yaml").write_text("command: online\nbeside: null\n")
     done = specctl("online", "--recipe", "old.yaml", *start, "--dry-run", "--json")
     assert done.code == 0 and done.json["recipe"]["beside"] == "none", done.err

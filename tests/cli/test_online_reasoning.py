@@ -1,4 +1,4 @@
-"""`specctl reason` as users call it, in both spellings: what is refused, planned, shown and left behind."""
+"""`specctl reason` as users call it, also through `specctl online`: refusals, plans, results and files."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ SMALL += ["--chunk", "2", "--temperature", "0"]
 
 @pytest.fixture
 def start(tmp_path, target):
-    """Prompts with their answers, a small LM that nobody has trained, and the options that name them."""
+    """Prompts with their answers, a small untrained LM, and the options that name them."""
     prompts = [{"prompt": f"What is {n} + {n}?", "response": f"#### {2 * n}"} for n in (1, 2, 3)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
     torch.manual_seed(0)
@@ -53,20 +53,20 @@ def start(tmp_path, target):
         (["--algo", "lr", "reasoning.judge.kind=embedding", "reasoning.judge.name=./nowhere"], 4, "./nowhere"),
     ],
 )
-def test_what_is_refused(specctl, argv, code, says):
+def test_wrong_options_are_refused(specctl, argv, code, says):
     done = specctl("online", *argv, "--dry-run")
     assert done.code == code, done.err
     assert says in done.err and done.out == ""
 
 
-def test_a_head_writes_no_steps(specctl, tmp_path, target):
+def test_a_head_cannot_draft_reasoning_steps(specctl, tmp_path, target):
     write_head(tmp_path / "head", target, "medusa")
     done = specctl("reason", "reasoning.draft=./head", "--dry-run")
     assert done.code == 4 and "head is of family medusa" in done.err
 
 
-def test_the_plan(specctl):
-    """One temperature and seed for both sections; a resolved recipe can be resolved again."""
+def test_the_plan_of_a_run(specctl):
+    """One temperature and one seed hold for both sections. A resolved recipe can be resolved again."""
     done = specctl.ok("reason", "--algo", "lr,online-lr", "--temperature", "0.3", "--seed", "5", "--dry-run", "--json")
     recipe, said = done.json["recipe"], " ".join(done.json["steps"])
     assert recipe["sampling"]["temperature"] == recipe["reasoning"]["temperature"] == 0.3
@@ -74,7 +74,7 @@ def test_the_plan(specctl):
     assert recipe["reasoning"]["allow_code_execution"] is False
     assert recipe["data"]["domain"] == ["math"] and "train a drafter of family lm" in said
     assert "in modes target, draft, lr, online-lr" in said and "after every 25 prompts online-lr learn" in said
-    # Runs from before there was `reason` have resolved recipes of `online`, with keys of both.
+    # Runs older than `reason` have resolved recipes of `online`, with keys of both commands.
     for command, more in (("reason", {}), ("online", {"baselines": ["vanilla"], "buffer": {"replay": 0.0}})):
         Path("again.yaml").write_text(json.dumps({"command": command, **recipe, **more}))
         for asked in ("online", "reason"):
@@ -83,8 +83,8 @@ def test_the_plan(specctl):
             assert ("now a command of its own: specctl reason" in again.err) == (asked == "online")
 
 
-def test_it_warms_up_a_draft_lm_first(specctl, library):
-    """By the path of every drafter: distil, train, and then the stream."""
+def test_a_run_without_a_draft_lm_warms_up_first(specctl, library):
+    """The warm-up starts with `distill`, as for every other drafter."""
     called = []
     for name in ("distill", "train-drafter", "reason"):
         library(name, lambda recipe, run, name=name: called.append((name, recipe)) or (_ for _ in ()).throw(Stop))
@@ -99,8 +99,8 @@ def test_it_warms_up_a_draft_lm_first(specctl, library):
 
 
 @pytest.mark.slow
-def test_it_learns_and_reports(specctl, start, tmp_path):
-    """The command on the built-in target, its report, the run again, and what was learnt put to use."""
+def test_a_run_learns_and_is_reported(specctl, start, tmp_path):
+    """A run on the built-in target. Then the test resumes the run, reports it, and measures a learned drafter."""
     argv = ["reason", "--algo", "online-lr,osd-lr", *start, *SMALL, "--output-dir", "run"]
     document = specctl.ok(*argv, "--json").json
     assert document == json.loads((tmp_path / "run/result.json").read_text())
@@ -132,7 +132,7 @@ def test_it_learns_and_reports(specctl, start, tmp_path):
 
 
 def shown(modes, **fields) -> str:
-    """What is shown of modes that have these fields and know little else."""
+    """The printed page of modes that have these fields; most other numbers are unknown."""
     from rich.console import Console
 
     none = {"value": None, "interval": None}
@@ -147,8 +147,8 @@ def shown(modes, **fields) -> str:
 
 
 @pytest.mark.parametrize(("modes", "says"), [(["lr"], "was not measured"), (["target", "lr"], "0 of 4 prompts")])
-def test_fidelity_is_never_hidden(modes, says):
-    """Without the target alone, or where it gives no answers, the table says that nothing was compared."""
+def test_the_table_says_when_no_answers_were_compared(modes, says):
+    """Without answers of the mode `target`, the other modes have no answers to be compared with."""
     text = shown(modes)
     assert says in text and "answers of the target" in text
     assert "right answers" not in text
@@ -156,6 +156,6 @@ def test_fidelity_is_never_hidden(modes, says):
 
 
 @pytest.mark.parametrize(("depth", "speedup", "hinted"), [(2.0, 0.6, True), (0.2, 0.6, False), (2.0, 1.3, False)])
-def test_what_to_do_where_drafting_loses(depth, speedup, hinted):
+def test_a_mode_that_drafts_at_a_loss_gets_a_hint(depth, speedup, hinted):
     text = shown(["lr"], depth=depth, speedup={"value": speedup, "interval": None})
     assert ("lr: slower than the target alone; reasoning.depth=auto" in text) == hinted

@@ -1,4 +1,4 @@
-"""`online` end to end on short streams: what is learnt, what is counted, and that no text depends on it."""
+"""`online` end to end on short streams: learning, counts and results, and texts that do not depend on learning."""
 
 import dataclasses
 import functools
@@ -95,9 +95,9 @@ def test_every_family_learns_and_changes_no_text(tmp_path, prompts, tiny, heads,
         assert moved.keys() == start.keys() and any(not torch.equal(moved[key], start[key]) for key in start)
 
 
-@pytest.mark.parametrize("family", ["eagle3", "dflash", "hydra"])  # a layer, a block, heads: the ways to draft a tree
-def test_every_kind_of_head_drafts_beside_what_was_said(tmp_path, prompts, tiny, heads, family, monkeypatch):
-    """A head that nobody trained, where rows and levels cost nothing: it and the store change no text."""
+@pytest.mark.parametrize("family", ["eagle3", "dflash", "hydra"])  # trees from a layer, a block or heads
+def test_every_kind_of_head_drafts_together_with_retrieval(tmp_path, prompts, tiny, heads, family, monkeypatch):
+    """An untrained head and a store of the stream's texts draft one tree, at costs near zero. No text changes."""
     free_hybrids(monkeypatch)
     options = {"beside": "retrieval", "baselines": ["vanilla", "static"], "batch": 2}
     found, document = learnt(tmp_path / "run", recipe(prompts, heads(family), tiny, algo=["ogd"], **options), tiny)
@@ -105,7 +105,7 @@ def test_every_kind_of_head_drafts_beside_what_was_said(tmp_path, prompts, tiny,
     assert document["beside"] == "retrieval" and found.static.mat >= 1
 
 
-def test_the_document(several, copy):
+def test_the_result_document(several, copy):
     place, made, found, document = several
     assert document.keys() >= CONTRACT and json.loads((place / "result.json").read_text()) == json.loads(
         json.dumps(document)
@@ -135,21 +135,21 @@ def test_the_document(several, copy):
     assert {len(row["weights"]) for row in kept} == {len(row["losses"]) for row in kept} == {3}
     assert all(sum(row["weights"]) == pytest.approx(1) for row in kept)
     assert len((place / "outputs.jsonl").read_text().splitlines()) == 8 * 2 * len(QUESTIONS)
-    # What was learnt starts from what was given: both have their say in what it is for.
+    # A learned drafter is for the domains of its start and of the stream.
     info = json.loads((place / "drafters/ensemble/drafter.json").read_text())
     assert info["domain"] == ["sql"] and info["mat"] == {} and str(copy) in info["learnt"]
     assert document["drafters"] == {name: str(place / "drafters" / name) for name in made.algo}
     assert (place / "drafters/ogd-seed1").is_dir()
 
 
-def test_no_text_depends_on_what_was_learnt(several):
+def test_no_text_depends_on_learning(several):
     _, _, found, _ = several
     assert found.lossless.sequences == 7 * 2 * len(QUESTIONS)
     assert found.lossless.mismatches == found.lossless.ties == 0
 
 
-def test_numbers_are_those_of_the_records(several):
-    """mat, acceptance and speed again, from the files alone."""
+def test_results_agree_with_the_records(several):
+    """The test computes mat, acceptance and speed again from the files of the run."""
     place, _, found, _ = several
     kept, chunks = answers(place), lines(place)
 
@@ -182,7 +182,7 @@ def test_numbers_are_those_of_the_records(several):
         assert row.mat == pytest.approx(rate(mine, "tokens", "target_passes"))
 
 
-def test_repeats_see_the_prompts_in_another_order(several):
+def test_each_seed_has_its_own_order_of_prompts(several):
     place, _, _, _ = several
     orders = {
         seed: [row["id"] for row in answers(place) if (row["seed"], row["drafter"]) == (seed, "ogd")] for seed in (0, 1)
@@ -190,7 +190,7 @@ def test_repeats_see_the_prompts_in_another_order(several):
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
 
 
-def test_the_drafter_that_does_not_learn_is_that_of_eval(tmp_path, several, tiny, copy):
+def test_the_static_drafter_drafts_as_in_eval(tmp_path, several, tiny, copy):
     place, made, _, _ = several
     again = EvalRecipe(target=made.target, data=made.data, sampling=made.sampling, drafters=[str(copy)])
     evaluate(again, Run.create("eval", again, tmp_path / "eval"), target=tiny)
@@ -203,15 +203,16 @@ def test_the_drafter_that_does_not_learn_is_that_of_eval(tmp_path, several, tiny
     assert max(row["accepted"] for row in answers(tmp_path / "eval")) > 0
 
 
-def test_it_learns(tmp_path, tiny, copy):
-    """The same questions again and again: what was said about them must show."""
+def test_a_learner_improves_on_repeated_questions(tmp_path, tiny, copy):
+    """The stream repeats two questions. The loss falls, and the learner ends with a higher mat than the static
+    drafter."""
     options = dict(sampling={"max_new_tokens": 12}, learner={"lr": 3e-4, "epochs": 4}, baselines=["static"])
     found, _ = learnt(tmp_path / "run", recipe(write_prompts(tmp_path, QUESTIONS[:2] * 4), copy, tiny, **options), tiny)
     losses = [row.loss for row in found.per_chunk]
     assert losses[-1] < 0.8 * losses[0] and found.mat_last > found.static.mat_last
 
 
-def test_a_learner_that_hardly_moves_is_the_one_that_does_not(tmp_path, prompts, tiny, copy):
+def test_a_learner_with_a_tiny_rate_drafts_as_the_static_drafter(tmp_path, prompts, tiny, copy):
     made = recipe(prompts, copy, tiny, algo=["ogd", "ensemble"], learner={"lr": 1e-12})
     learnt(tmp_path / "run", made, tiny)
     kept = timeless(answers(tmp_path / "run"))
@@ -219,8 +220,8 @@ def test_a_learner_that_hardly_moves_is_the_one_that_does_not(tmp_path, prompts,
     assert rows["ogd"] == rows["ensemble"] == rows["static"]
 
 
-def test_sampled_texts_are_those_of_plain_decoding(tmp_path, prompts, tiny, copy):
-    """Two at a time, the proposals drawn from the same uniforms as plain decoding's tokens."""
+def test_sampled_texts_equal_plain_decoding(tmp_path, prompts, tiny, copy):
+    """Two texts at a time. Drafts are drawn from the same uniform numbers as the tokens of plain decoding."""
     options = {"temperature": 1.0, "exact": True}
     made = recipe(prompts, copy, tiny, algo=["ogd", "ensemble"], sampling=options, batch=2, seeds=[0, 1])
     found, _ = learnt(tmp_path / "run", made, tiny)
@@ -233,9 +234,9 @@ def test_sampled_texts_are_those_of_plain_decoding(tmp_path, prompts, tiny, copy
     assert texts[0] != texts[1]
 
 
-def test_a_second_pass_of_the_target_says_the_same(tmp_path, prompts, tiny, heads):
-    """`feedback: rerun` against what verification has left behind. (Not by Adam: of a gradient that is rounded off to
-    nothing it makes a whole step.)"""
+def test_rerun_feedback_teaches_the_same_as_verdict_feedback(tmp_path, prompts, tiny, heads):
+    """`rerun` runs the target again, and `verdict` uses the states of verification. The optimizer is SGD, because Adam
+    turns a gradient of rounding errors into a full step."""
     for feedback in ("verdict", "rerun"):
         options = dict(buffer={"feedback": feedback}, learner={"optimizer": "sgd", "lr": 1e-4}, baselines=[])
         made = recipe(prompts, heads("eagle3"), tiny, algo=["ogd", "osd"], **options)
@@ -248,7 +249,7 @@ def test_a_second_pass_of_the_target_says_the_same(tmp_path, prompts, tiny, head
             torch.testing.assert_close(one[key], other[key], rtol=1e-4, atol=1e-5)
 
 
-def test_replay_learns_from_older_texts_within_its_bound(tmp_path, prompts, tiny, copy):
+def test_replay_learns_from_older_texts_within_its_memory_limit(tmp_path, prompts, tiny, copy):
     plain = recipe(prompts, copy, tiny, baselines=[])
     learnt(tmp_path / "plain", plain, tiny)
     learnt(tmp_path / "all", plain.model_copy(update={"buffer": BufferRecipe(replay=1.0)}), tiny)
@@ -262,7 +263,7 @@ def test_replay_learns_from_older_texts_within_its_bound(tmp_path, prompts, tiny
 
 
 def test_osd_skips_texts_that_were_accepted_whole(tmp_path, prompts, tiny):
-    """The target as its own drafter is never wrong: there is nothing for osd, and everything for ogd."""
+    """The target as its own drafter is never wrong. osd has nothing to learn from, and ogd learns from every text."""
     perfect = write_copy(tmp_path / "lm", tiny, tiny.name, 0.0)
     made = recipe(prompts, perfect, tiny, algo=["osd", "ogd"], baselines=["static"], drafting={"proposal": "sampled"})
     found, _ = learnt(tmp_path / "run", made, tiny)
@@ -274,8 +275,9 @@ def test_osd_skips_texts_that_were_accepted_whole(tmp_path, prompts, tiny):
     assert all(torch.equal(value, start[key]) for key, value in weights(tmp_path / "run", "osd").items())
 
 
-def test_an_update_that_does_harm_is_taken_back(tmp_path, tiny, capsys):
-    """η far too large, once: the weights of before are back, with a warning, and go on learning slowly."""
+def test_a_harmful_update_is_taken_back(tmp_path, tiny, capsys):
+    """One update has a far too large learning rate. A warning appears, and the earlier weights return and learn on
+    slowly."""
     good = write_copy(tmp_path / "lm", tiny, tiny.name, 0.01)
     options = {"lr": 1.0, "backoff": 1e-6, "tolerance": 0.1, "holdout": 0.0}
     sizes = {"stream": {"chunk": 8}, "sampling": {"max_new_tokens": 12}}  # four texts of six tokens prove nothing
@@ -290,8 +292,8 @@ def test_an_update_that_does_harm_is_taken_back(tmp_path, tiny, capsys):
         torch.testing.assert_close(value, start[key], rtol=0, atol=1e-4)
 
 
-def test_rivals_that_nobody_has_to_train(tmp_path, prompts, tiny, copy):
-    """They draft what they draft in `eval`, in turn with the others."""
+def test_text_drafters_can_be_baselines(tmp_path, prompts, tiny, copy):
+    """Text drafters draft as in `eval`, and take turns with the other drafters."""
     made = recipe(prompts, copy, tiny, baselines=["lookup", "suffix"], sampling={"max_new_tokens": 24})
     found, _ = learnt(tmp_path / "run", made, tiny)
     assert [(row.algo, row.kind) for row in found.learners[1:]] == [("lookup", "untrained"), ("suffix", "untrained")]
@@ -318,10 +320,11 @@ STEADY = {"stop_below": 0.0, "keep_above": 0.0}
 
 
 @pytest.mark.parametrize("slower", [{}, {"drafting": {}}, {"draft_length": "auto"}])
-def test_all_who_draft_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, monkeypatch, slower):
-    """Where those of one are the host's (drafts that end early, lengths that are chosen), all others are, too: they
-    would else win by running ahead on a device. A text drafter among the baselines is none of these. Plain decoding is
-    what all are measured against, as fast as it can be; and `eval` lets everybody."""
+def test_all_drafters_of_a_run_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, monkeypatch, slower):
+    """If drafts end early or their length is chosen, a drafter needs rounds on the host. All drafters of the run then
+    have rounds on the host: rounds that run ahead on a device would give a drafter an unfair advantage. A text drafter
+    among the baselines does not force this. Plain decoding stays as fast as possible, because all speeds are measured
+    against it. `eval` lets every drafter use the device."""
     rounds = watch_device_rounds(monkeypatch)
     baselines = ["vanilla", "static"] if slower else ["vanilla", "static", "lookup"]
     made = recipe(prompts, heads("eagle3"), tiny, **{"drafting": STEADY, "baselines": baselines} | slower)
@@ -338,8 +341,8 @@ def test_all_who_draft_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, m
         rounds.clear()
 
 
-def test_graphs_of_plain_decoding_are_not_those_of_who_draft(tmp_path, prompts, tiny, heads, monkeypatch):
-    """A run said that its rounds were the device's where only the rounds of plain decoding were."""
+def test_graphs_of_plain_decoding_do_not_count_as_rounds_of_drafters(tmp_path, prompts, tiny, heads, monkeypatch):
+    """A run once reported rounds on the device although only plain decoding had them."""
     captured = play_graphs(monkeypatch)
     made = recipe(prompts, heads("eagle3"), tiny, drafting=STEADY, baselines=["vanilla"], draft_length="auto")
     found, _ = learnt(tmp_path / "run", made, tiny)
@@ -354,9 +357,9 @@ def test_graphs_of_plain_decoding_are_not_those_of_who_draft(tmp_path, prompts, 
         *((family, "verdict") for family in ("medusa", "dflash")),
     ],
 )
-def test_learners_hear_of_rounds_that_ran_ahead(tmp_path, prompts, tiny, heads, monkeypatch, family, feedback):
-    """Heads learn the same from rounds of the device, whose graphs are played by their rounds here. (Muon would turn
-    rounding of small gradients into steps of full length.)"""
+def test_rounds_on_the_device_teach_the_same(tmp_path, prompts, tiny, heads, monkeypatch, family, feedback):
+    """Here, replaying a graph runs its rounds again. The optimizer is Adam, because Muon turns rounding errors of small
+    gradients into full steps."""
     options = {
         "learner": {"optimizer": "adam"},
         "drafting": STEADY,
@@ -380,8 +383,8 @@ def test_learners_hear_of_rounds_that_ran_ahead(tmp_path, prompts, tiny, heads, 
         torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-5)
 
 
-def test_a_rate_beyond_all_bounds(tmp_path, prompts, tiny, copy, capsys):
-    """Whatever is decoded with the ruins is right; nothing that is not finite is ever taken over or saved."""
+def test_a_huge_rate_spoils_no_text_and_no_saved_weight(tmp_path, prompts, tiny, copy, capsys):
+    """Texts are right even with ruined weights. A learner never takes over or saves weights that are not finite."""
     names = ["ogd", "optimistic", "ensemble"]
     made = recipe(prompts, copy, tiny, algo=names, learner={"lr": 1e30}, baselines=["vanilla"])
     found, _ = learnt(tmp_path / "run", made, tiny)
@@ -392,7 +395,7 @@ def test_a_rate_beyond_all_bounds(tmp_path, prompts, tiny, copy, capsys):
         assert all(value.isfinite().all() for value in weights(tmp_path / "run", name).values())
 
 
-def test_the_function_of_the_api(tmp_path, prompts, tiny, copy):
+def test_the_python_function(tmp_path, prompts, tiny, copy):
     found = api.online(recipe(prompts, copy, tiny, output_dir=tmp_path / "run", baselines=[]))
     document = json.loads((tmp_path / "run/result.json").read_text())
     assert document["command"] == "online" and document["mat"] == found.mat
@@ -405,12 +408,12 @@ def test_the_function_of_the_api(tmp_path, prompts, tiny, copy):
         ({"stream": {"chunk": 20}}, 5),
         ({}, None),  # 10 of 40
         ({"stream": {"chunk": 20}, "learner": {"holdout": 0.5}}, None),
-        ({"stream": {"chunk": 20}, "learner": {"holdout": 0}}, None),  # nothing is judged
+        ({"stream": {"chunk": 20}, "learner": {"holdout": 0}}, None),  # no update is judged
         ({"stream": {"chunk": 20}, "algo": ["static"], "baselines": []}, None),
     ],
 )
-def test_too_few_judges_are_told_of(fields, judges):
-    """Five held-out texts refused updates that ten accept, and nobody could know why nothing was learnt."""
+def test_a_note_warns_of_too_few_judges(fields, judges):
+    """Five held-out texts refused updates that ten texts accept, and no message said why nothing was learned."""
     note = few_judges(OnlineRecipe.model_validate({"algo": ["ogd"], **fields}))
     assert (note is None) == (judges is None)
     if note is not None:
@@ -418,7 +421,7 @@ def test_too_few_judges_are_told_of(fields, judges):
 
 
 def test_trackers_show_every_chunk(tmp_path, prompts, tiny, copy):
-    """`--log` would be accepted, and nothing would be shown."""
+    """A run must not accept `--log` and then show nothing."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     made = recipe(prompts, copy, tiny, algo=["ogd"], baselines=["vanilla"], log=["tensorboard"])

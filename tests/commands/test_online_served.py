@@ -1,4 +1,5 @@
-"""`learn-from-server`: what is learnt from served texts is published, proven and, where it does harm, taken back."""
+"""`learn-from-server`: drafters learn from served texts, are published and tested, and are taken back if they do
+harm."""
 
 import dataclasses
 import io
@@ -86,7 +87,7 @@ def verdicts(result):
     return [row["publication"] and row["publication"]["verdict"] for row in result.per_chunk]
 
 
-def test_what_is_better_is_published(go, engine, tmp_path, target):
+def test_a_better_drafter_is_published(go, engine, tmp_path, target):
     context = target.context_length
     engine.histograms = {"v000001": SAME, "v000002": BETTER, "v000003": BETTER, "v000004": BETTER, "v000005": BETTER}
     result, document = go(engine, server={"urls": [engine.locked]})
@@ -104,7 +105,7 @@ def test_what_is_better_is_published(go, engine, tmp_path, target):
     assert len((tmp_path / "run" / "counts.jsonl").read_text().splitlines()) == 8
 
 
-def test_what_is_worse_is_taken_back_here_and_there(go, engine, head, tmp_path):
+def test_a_worse_drafter_is_taken_back_by_the_learner_and_the_engine(go, engine, head, tmp_path):
     engine.histograms = {"v000002": WORSE, "v000003": WORSE}
     result, _ = go(engine, prompts=4)
     assert verdicts(result) == ["rolled back"] * 2 and engine.version == result.version == "v000001"
@@ -112,14 +113,14 @@ def test_what_is_worse_is_taken_back_here_and_there(go, engine, head, tmp_path):
     assert all(bool((ours[name].float() == theirs[name].float()).all()) for name in theirs)
 
 
-def test_harm_without_end_ends_it(go, engine):
+def test_five_harmful_chunks_end_a_run(go, engine):
     engine.histograms = {f"v00000{n}": WORSE for n in range(2, 9)}
     with pytest.raises(SpecctlError, match="nothing was learned from 5 chunks"):
         go(engine, prompts=12)
     assert engine.version == "v000001"
 
 
-def test_a_server_that_keeps_its_drafter_is_the_measure(go, engine, target, exported):
+def test_results_compare_with_a_server_that_keeps_its_drafter(go, engine, target, exported):
     engine.histograms = {f"v00000{n}": BETTER for n in range(2, 9)}
     with LiveEngine(target, exported / "vllm") as baseline:
         result, _ = go(engine, baseline)
@@ -129,7 +130,7 @@ def test_a_server_that_keeps_its_drafter_is_the_measure(go, engine, target, expo
     assert [row["baseline_mat"] for row in result.per_chunk] == [1.75] * 4
 
 
-def test_somebody_elses_drafter_is_replaced(go, engine):
+def test_a_drafter_loaded_by_another_program_is_replaced(go, engine):
     texts = engine.generated
 
     def generated(body):
@@ -142,13 +143,13 @@ def test_somebody_elses_drafter_is_replaced(go, engine):
     assert result.restored == 1 and engine.version == result.version
 
 
-def test_nothing_is_published_where_that_is_off(go, engine):
+def test_a_run_with_publication_off_publishes_nothing(go, engine):
     result, _ = go(engine, publication={"enabled": False})
     assert not engine.posted and result.version == "" and verdicts(result) == [None] * 4
     assert all(row["steps"] for row in result.per_chunk)
 
 
-def test_it_goes_on_where_it_was_stopped(go, engine, tmp_path, target, head, monkeypatch):
+def test_a_resumed_run_equals_a_whole_run(go, engine, tmp_path, target, head, monkeypatch):
     whole, _ = go(engine, place="whole")
     engine.restart()
     chunks = tmp_path / "run" / "chunks.jsonl"
@@ -169,7 +170,7 @@ def test_it_goes_on_where_it_was_stopped(go, engine, tmp_path, target, head, mon
 
 
 def through_proxy(go, engine, count):
-    """The result of a run whose texts are those of a client of its proxy."""
+    """The result of a run that learns from the texts of its proxy's client."""
     port = []
     every = ([5, 6, 7 + n] for n in itertools.count())
     prompts = list(itertools.islice((ids for ids in every if len(engine.text(ids, 6, 0, 0)[0]) > 1), count))
@@ -179,7 +180,7 @@ def through_proxy(go, engine, count):
         while not port and time.monotonic() < until:
             time.sleep(0.02)
         with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=30)) as http:
-            for ids in prompts:  # a text of one token says nothing, and does not count
+            for ids in prompts:  # texts of one token do not count, so their prompts are left out
                 body = {"model": "builtin", "prompt": ids, "max_tokens": 6, "temperature": 0, "seed": 0}
                 answer = http.post(f"{port[0]}/v1/completions", json=body, timeout=30)
                 assert answer.status_code == 200 and "token_ids" not in answer.json()["choices"][0]
@@ -201,14 +202,14 @@ def through_proxy(go, engine, count):
         thread.join()
 
 
-def test_texts_of_clients_come_through_the_proxy(go, engine, tmp_path):
+def test_a_run_learns_from_the_texts_of_its_proxy(go, engine, tmp_path):
     for _ in range(2):  # the texts of an earlier run in the same directory, perhaps of another target, do not count
         result = through_proxy(go, engine, 6)
         assert result.prompts == 6 and result.chunks == 3 and result.mat == 1.75
         assert len((tmp_path / "run" / "traffic.jsonl").read_text().splitlines()) == 6
 
 
-def test_texts_of_a_log(go, engine, tmp_path, target):
+def test_a_run_learns_from_the_texts_of_a_log(go, engine, tmp_path, target):
     rows = []
     for n in range(4):
         ids, stop = engine.text([5, 6, 7 + n], 6, 0, 0)
@@ -219,14 +220,14 @@ def test_texts_of_a_log(go, engine, tmp_path, target):
     assert result.prompts <= 4 and result.mat is None and "published" in verdicts(result)
 
 
-def test_an_engine_that_does_not_tell_is_named_and_nothing_stays(go, engine):
+def test_an_engine_without_acceptance_counts_is_refused_and_unchanged(go, engine):
     engine.histogram = []
     with pytest.raises(EngineError) as error:
         go(engine)
     assert "--per-request-spec-decode-metrics" in error.value.hint and engine.version == "v000001"
 
 
-def test_another_head_than_the_one_that_runs_is_refused(go, target, tmp_path, head, engine):
+def test_a_head_of_another_form_than_the_running_head_is_refused(go, target, tmp_path, head, engine):
     config = json.loads((engine.started / "config.json").read_text())
     (tmp_path / "other").mkdir()
     for path in engine.started.iterdir():
@@ -237,7 +238,7 @@ def test_another_head_than_the_one_that_runs_is_refused(go, target, tmp_path, he
         go(other)
 
 
-def test_sglang_is_given_tensors(go, target, exported):
+def test_sglang_receives_tensors(go, target, exported):
     with LiveEngine(target, exported / "sglang", "sglang") as engine:
         result, _ = go(engine, prompts=4)
         assert engine.version == result.version and engine.posted.count("/update_weights_from_tensor") == 3
@@ -258,24 +259,24 @@ def test_sglang_is_given_tensors(go, target, exported):
         ),
     ],
 )
-def test_what_a_server_cannot_do_is_said(fields, problem):
+def test_options_that_a_server_cannot_fulfill_are_refused(fields, problem):
     with pytest.raises(ValueError, match=problem):
         LearnFromServerRecipe.model_validate(fields)
 
 
-def test_there_is_no_server_by_default():
+def test_a_run_without_a_server_is_refused():
     with pytest.raises(UsageError, match="no server to learn from"):
         LearnFromServerRecipe().check_server()
 
 
-def test_another_recipe_does_not_go_on(go, engine):
+def test_a_run_does_not_resume_with_another_recipe(go, engine):
     go(engine, prompts=4)
     with pytest.raises((CheckpointError, RecipeError, SpecctlError)):
         go(engine, prompts=4, resume=True, learner={"holdout": 0.5})
 
 
-def test_what_was_learnt_from_proves_nothing(go, engine):
-    """The texts held out of an update are asked for again, the others are not."""
+def test_only_held_out_texts_are_asked_again(go, engine):
+    """Texts that an update has learned from cannot prove a gain."""
     engine.histograms = {f"v00000{n}": BETTER for n in range(2, 9)}
     result, _ = go(engine, prompts=4, stream={"chunk": 4}, learner={"holdout": 0.25, "rest": 0, "lr": 1e-3})
     (row,) = result.per_chunk
@@ -284,19 +285,19 @@ def test_what_was_learnt_from_proves_nothing(go, engine):
     assert asked == ([1, 1, 1, 3] if row["publication"] else [1] * 4)
 
 
-def test_a_log_that_is_not_there(go, engine, tmp_path):
+def test_a_missing_log_is_refused(go, engine, tmp_path):
     with pytest.raises(UsageError, match="there is no file"):
         go(engine, traffic={"log": str(tmp_path / "none")})
 
 
-def test_one_engine_for_all(go, engine, target, exported, tmp_path):
+def test_servers_of_different_engines_are_refused(go, engine, target, exported, tmp_path):
     other = LiveEngine(target, exported / "sglang", "sglang")
     with other, pytest.raises(UsageError, match="run different engines"):
         go(engine, server={"urls": [engine.url, other.url]})
 
 
-def test_an_engine_that_fails_for_a_moment_does_not_end_the_proxy(go, engine):
-    """The exchange fails once; clients are answered all the same, and the next version gets in."""
+def test_a_brief_failure_of_an_engine_does_not_end_the_proxy(go, engine):
+    """One exchange of drafters fails. Clients still get their answers, and a later version is published."""
     swaps = []
 
     def breaks(name):
@@ -309,7 +310,7 @@ def test_an_engine_that_fails_for_a_moment_does_not_end_the_proxy(go, engine):
     assert engine.version == result.version and result.prompts == 8
 
 
-def test_clients_are_served_when_learning_has_ended(go, engine, monkeypatch):
+def test_clients_are_served_after_learning_has_ended(go, engine, monkeypatch):
     monkeypatch.setattr("specctl.adaptation.traffic.MAX_BACKLOG_CHUNKS", 100)
     engine.histograms = {f"v00000{n}": WORSE for n in range(2, 9)}
     result = through_proxy(go, engine, 14)
@@ -318,7 +319,7 @@ def test_clients_are_served_when_learning_has_ended(go, engine, monkeypatch):
 
 
 def test_serve_learns_from_running_engines(tmp_path, target, head, engine, monkeypatch):
-    """`serve --learn` must publish as `learn-from-server` does, ask for the gateway's key, and show the lessons."""
+    """`serve --learn` must publish as `learn-from-server` does, demand the gateway's key, and show the lessons."""
     engine.histograms = {f"v00000{n}": BETTER for n in range(2, 9)}
     monkeypatch.setenv("SPECCTL_SERVE_KEY", "ours")
     asked, pages, address = [[5, 6, 7 + n] for n in range(40)], [], []
@@ -366,8 +367,8 @@ def test_serve_learns_from_running_engines(tmp_path, target, head, engine, monke
     assert row.mat > 1 and (found.requests, found.tokens) == (row.texts, row.tokens)
 
 
-def test_a_drafter_that_is_not_saved_costs_the_others_nothing(capsys):
-    """On a full disk the first failure at the end left all other drafters unsaved."""
+def test_a_failed_save_of_one_drafter_does_not_stop_the_others(capsys):
+    """On a full disk, the first failure at the end once left all other drafters unsaved."""
 
     def full(start):
         raise OSError(28, "No space left on device")
@@ -377,7 +378,8 @@ def test_a_drafter_that_is_not_saved_costs_the_others_nothing(capsys):
 
 
 def test_each_server_learns_from_the_texts_it_wrote(tmp_path, target, head, exported, monkeypatch, capsys):
-    """A version would go to the wrong engine, or the failure of one learner would end the other one, or the serving."""
+    """A version must not go to the wrong engine. The failure of one learner must end neither the other learner nor the
+    serving."""
     other = write_head(tmp_path / "heads" / "other", target, "eagle3", seed=1)
     address, pages, failing = [], [], []
     learn = ServedLearner.learn

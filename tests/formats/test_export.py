@@ -1,4 +1,4 @@
-"""A directory written for an engine, put through that engine's arithmetic, gives the logits a drafter has here."""
+"""An engine's arithmetic on an exported directory gives the same logits as the drafter here."""
 
 import json
 import shlex
@@ -43,8 +43,9 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("draft_vocab", [None, 700], ids=["full", "pruned"])
 @pytest.mark.parametrize("taps", [DEFAULT, CUSTOM], ids=["default", "custom"])
 @pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
-def test_eagle3_as_an_engine_computes_it(make, ours, model, text, tmp_path, to, taps, draft_vocab):
-    """Off by one in layers or tokens, absolute d2t, a forgotten norm or theta: each moves the logits."""
+def test_engines_compute_the_logits_of_an_eagle3_head(make, ours, model, text, tmp_path, to, taps, draft_vocab):
+    """Wrong layers, a shift by one token, an absolute d2t, a missing norm or theta: each of these faults moves the
+    logits."""
     drafter = make("eagle3", taps=taps, draft_vocab=draft_vocab)
     result = export(drafter, to, tmp_path / "out")
     layers = consumers.sglang_layers if to == "sglang" else consumers.vllm_layers
@@ -56,8 +57,9 @@ def test_eagle3_as_an_engine_computes_it(make, ours, model, text, tmp_path, to, 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
-def test_eagle31_as_an_engine_computes_it(make, ours, model, text, tmp_path, to, variant):
-    """Every option by itself, the paper's pair, and what `speculators` trains; or it is refused by its name."""
+def test_engines_compute_the_logits_of_an_eagle31_head(make, ours, model, text, tmp_path, to, variant):
+    """Every option alone, the pair of the paper, and the options that `speculators` trains. The export refuses an
+    option by name if the engine ignores it."""
     options = {"taps": CUSTOM, "draft_vocab": 300}
     drafter = make("eagle3", **options, **VARIANTS[variant])
     unread = [key for key in ("norm_before_residual", "sliding_window") if key in VARIANTS[variant]]
@@ -74,8 +76,9 @@ def test_eagle31_as_an_engine_computes_it(make, ours, model, text, tmp_path, to,
     assert (found - plain).nan_to_num().abs().amax(-1).max() > 0.01, "the option changes nothing"
 
 
-def test_one_directory_of_several_layers_is_read_by_both_engines(make, ours, model, text, tmp_path):
-    """For SGLang, the norm that vLLM reads is there too; the package `speculators` would refuse SGLang's."""
+def test_both_engines_read_one_directory_of_several_layers(make, ours, model, text, tmp_path):
+    """vLLM and SGLang read the norm of the second layer under different names. SGLang's directory has both names. The
+    package `speculators` would refuse SGLang's name."""
     drafter, found = make("eagle3", draft_vocab=300, num_layers=2), {}
     for to in ("vllm", "sglang", "speculators"):
         export(drafter, to, tmp_path / to)
@@ -97,8 +100,9 @@ PEAGLE = {
 
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
 @pytest.mark.parametrize("options", PEAGLE.values(), ids=PEAGLE)
-def test_peagle_as_vllm_computes_it(make, ours, model, text, tmp_path, to, options):
-    """All depths in one pass, with the stand-in for tapped states; or no command, where vLLM would miss a norm."""
+def test_vllm_computes_the_logits_of_a_peagle_head(make, ours, model, text, tmp_path, to, options):
+    """All depths in one pass, with the stand-in for tapped states. The result has no command if vLLM would miss a
+    norm."""
     drafter = make("peagle", **options)
     result = export(drafter, to, tmp_path / "out", tokens=STEPS)
     assert result.max_difference < 1e-4
@@ -121,7 +125,7 @@ def test_peagle_drafts_no_deeper_than_it_was_trained(make, tmp_path):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_reference_code_knows_no_option(make, tmp_path, variant):
+def test_options_are_refused_for_the_reference_code(make, tmp_path, variant):
     drafter = make("eagle3", draft_vocab=64, **VARIANTS[variant])
     with pytest.raises(CheckpointError, match="which the reference code ignores") as error:
         export(drafter, "eagle", tmp_path / "out")
@@ -129,8 +133,9 @@ def test_the_reference_code_knows_no_option(make, tmp_path, variant):
     assert "--to vllm" in error.value.hint and not (tmp_path / "out").exists()
 
 
-def test_a_head_without_options_is_written_as_it_was(make, tmp_path):
-    """vLLM's configuration gets no key of EAGLE-3.1, speculators' says False to all of them."""
+def test_a_head_without_options_gets_no_option_keys(make, tmp_path):
+    """vLLM's configuration has no key of EAGLE-3.1. The configuration for `speculators` sets each of these keys to
+    False."""
     export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out")
     keys = {*NORMS, "sliding_window", "use_sliding_window", "layer_types"}
     assert not keys & json.loads((tmp_path / "out/config.json").read_text()).keys()
@@ -141,7 +146,7 @@ def test_a_head_without_options_is_written_as_it_was(make, tmp_path):
 
 
 def test_the_comparison_sees_wrong_layers(make, ours, model, text, tmp_path):
-    """Negative control: SGLang's reading of a file with vLLM's key alone is another head."""
+    """Negative control: SGLang would read other layers from a file that has only vLLM's key."""
     drafter = make("eagle3", taps=CUSTOM, draft_vocab=700)
     export(drafter, "vllm", tmp_path / "out")
     wrong = drafted(
@@ -151,7 +156,7 @@ def test_the_comparison_sees_wrong_layers(make, ours, model, text, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang", "eagle"])
-def test_eagle1_as_an_engine_computes_it(make, ours, model, text, tmp_path, to):
+def test_engines_compute_the_logits_of_an_eagle1_head(make, ours, model, text, tmp_path, to):
     drafter = make("eagle")
     export(drafter, to, tmp_path / "out")
     assert_same(drafted(consumers.eagle1, tmp_path / "out", model, text, engine=to), ours(drafter))
@@ -166,8 +171,9 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(("to", "rank", "draft_vocab", "own_mask"), BLOCKS)
-def test_blocks_as_an_engine_computes_them(make, ours, model, text, tmp_path, to, rank, draft_vocab, own_mask):
-    """One layer off, one slot off, the target's row in the masks, a forgotten q-norm: each moves the logits."""
+def test_engines_compute_the_logits_of_a_block(make, ours, model, text, tmp_path, to, rank, draft_vocab, own_mask):
+    """A shift by one layer or by one slot, the target's row in the masks, a missing q-norm: each of these faults moves
+    the logits."""
     drafter = make("dflash", rank=rank, draft_vocab=draft_vocab, own_mask=own_mask)
     result = export(drafter, to, tmp_path / "out")
     assert result.tokens == (6 if rank else 5) and result.max_difference < 1e-4
@@ -179,8 +185,8 @@ def test_blocks_as_an_engine_computes_them(make, ours, model, text, tmp_path, to
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
-def test_dflash2_as_an_engine_computes_it(make, ours, model, text, tmp_path, to):
-    """Convolutions inside a block alone, and a selector that reads the states behind the final norm."""
+def test_engines_compute_the_logits_of_a_dflash2_block(make, ours, model, text, tmp_path, to):
+    """The convolutions stay inside a block. The selector reads the states after the final norm."""
     drafter = make("dflash", **DFLASH2)
     result = export(drafter, to, tmp_path / "out")
     assert result.tokens == 5 and result.max_difference < 1e-4
@@ -195,8 +201,8 @@ def test_dflash2_as_an_engine_computes_it(make, ours, model, text, tmp_path, to)
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
-def test_confidence_as_an_engine_computes_it(make, target, tmp_path, to):
-    """σ(proj [h ; W₁[y]]), DSparkConfidenceHead of both engines; its keys are where each looks for them."""
+def test_engines_compute_the_confidence_of_a_block(make, target, tmp_path, to):
+    """Both engines have σ(proj [h ; W₁[y]]) as DSparkConfidenceHead. Each engine finds the keys in its own place."""
     drafter = make("dflash", rank=8, own_mask=False, confidence=True)
     export(drafter, to, tmp_path / "out")
     config, tensors = consumers.config_and_tensors(tmp_path / "out")
@@ -212,8 +218,8 @@ def test_confidence_as_an_engine_computes_it(make, target, tmp_path, to):
     torch.testing.assert_close(theirs[:, 0].sigmoid(), ours.sigmoid(), atol=1e-5, rtol=1e-5)
 
 
-def test_the_comparison_sees_other_blocks(make, ours, model, text, tmp_path):
-    """Negative controls: other layers, a block shorter by one mask, the target's row of the mask."""
+def test_the_comparison_sees_wrong_blocks(make, ours, model, text, tmp_path):
+    """Negative controls: other layers, a block with one mask less, the target's row of the mask."""
     drafter = make("dflash")
     export(drafter, "vllm", tmp_path / "out")
 
@@ -246,14 +252,14 @@ def test_the_comparison_sees_other_blocks(make, ours, model, text, tmp_path):
         ("sglang", {"draft_vocab": 64, "conv_kernel_size": 2, "selector_rank": 4}, "draft vocabulary of 64"),
     ],
 )
-def test_blocks_that_an_engine_would_draft_otherwise(make, tmp_path, to, options, says):
+def test_blocks_that_an_engine_would_draft_differently_are_refused(make, tmp_path, to, options, says):
     with pytest.raises(CheckpointError, match=says):
         export(make("dflash", **options), to, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_markov_head_behind_scaled_logits(make, target, tmp_path):
-    """Engines add it to the product of the target's matrix, our drafter to the target's logits."""
+def test_a_markov_head_for_scaled_logits_is_refused(make, target, tmp_path):
+    """Engines add the head's output before they scale the logits. Our drafter adds it to the target's scaled logits."""
     found = checkpoint.load(make("dflash", rank=8))
     head = Head("dflash", found.config["architecture"], found.tensors)
     text = target.config.to_dict() | {"logits_scaling": 8.0}
@@ -263,7 +269,7 @@ def test_a_markov_head_behind_scaled_logits(make, target, tmp_path):
 
 
 def test_a_block_is_served_whole(make, tmp_path):
-    """`tokens` asks for other heads' drafts: a block of other length computes something else."""
+    """`tokens` sets the draft length of other heads. A block of another length would compute other logits."""
     result = export(make("dflash"), "vllm", tmp_path / "one", tokens=3)
     spec = json.loads(result.commands[0].split("--speculative-config ")[1].strip("'"))
     assert (spec["method"], spec["num_speculative_tokens"], result.notes) == ("dflash", 5, [])
@@ -276,7 +282,7 @@ def test_a_block_is_served_whole(make, tmp_path):
     assert "DSPARK" in result.commands[0] and result.commands[0].endswith("--speculative-dspark-block-size 6")
 
 
-def test_the_config_of_a_block_is_what_transformers_understands(make, tmp_path):
+def test_transformers_reads_the_config_of_a_block(make, tmp_path):
     export(make("dflash"), "vllm", tmp_path / "out")
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
@@ -285,14 +291,14 @@ def test_the_config_of_a_block_is_what_transformers_understands(make, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["medusa", "hydra"])
-def test_heads_as_their_repositories_compute_them(make, ours, model, text, tmp_path, family):
+def test_the_original_repositories_compute_the_logits_of_heads(make, ours, model, text, tmp_path, family):
     drafter = make(family)
     result = export(drafter, family, tmp_path / "out")
     assert_same(drafted(getattr(consumers, family), tmp_path / "out", model, text), ours(drafter))
     assert "neither vLLM" in result.notes[0] and ("--to vllm" in result.notes[0]) == (family == "medusa")
 
 
-def test_medusa_as_vllm_computes_it(make, ours, model, text, tmp_path):
+def test_vllm_computes_the_logits_of_medusa_heads(make, ours, model, text, tmp_path):
     drafter = make("medusa")
     result = export(drafter, "vllm", tmp_path / "out", tokens=7)
     assert_same(drafted(consumers.medusa_in_vllm, tmp_path / "out", model, text), ours(drafter))
@@ -304,13 +310,14 @@ def test_medusa_as_vllm_computes_it(make, ours, model, text, tmp_path):
 
 @pytest.mark.parametrize("key", ["name", "hidden_size", "num_layers", "vocab_size"])
 @pytest.mark.parametrize("value", [None, [256]])
-def test_a_target_that_is_not_described_is_no_riddle(target, key, value):
+def test_an_error_names_the_wrong_key_of_a_target(target, key, value):
     with pytest.raises(CheckpointError, match=rf"target\.{key} is "):
         TargetFacts.of_identity({**target.identity, key: value})
 
 
-def test_a_pruned_medusa_has_no_place_in_vllm(target, tmp_path):
-    """Its `token_map` belongs to one head for all depths; with one each its loader stops at the number of rows."""
+def test_medusa_heads_with_a_draft_vocabulary_are_refused_for_vllm(target, tmp_path):
+    """vLLM's `token_map` belongs to one head for all depths. With one head per depth, its loader stops at the number of
+    rows."""
     shape = {"hidden_size": 256, "vocab_size": 4096, "draft_vocab_size": 64, "taps": [10], "draft_heads": 1}
     head = Head("medusa", {**shape, "num_layers": 1}, {})
     with pytest.raises(CheckpointError, match="draft vocabulary of 64"):
@@ -339,7 +346,7 @@ def test_a_pruned_medusa_has_no_place_in_vllm(target, tmp_path):
     ],
 )
 def test_a_target_that_an_engine_refuses_gets_a_note_and_no_command(target, to, family, architecture, refused):
-    """`vllm serve google/gemma-3-4b-it …` was printed for what vLLM stops at."""
+    """`vllm serve google/gemma-3-4b-it …` was once printed although vLLM refuses this target."""
     facts = replace(TargetFacts.of_target(target), architectures=[architecture])
     head = Head(family, {"markov_rank": 0, "own_mask": False, "num_layers": 1}, {})
     serving = registry.writer(family, to).serving(head, to, Deployment(Path("/out"), facts, 3))
@@ -347,7 +354,7 @@ def test_a_target_that_an_engine_refuses_gets_a_note_and_no_command(target, to, 
     assert bool(serving.commands) != refused
 
 
-def test_an_export_for_a_refused_target(make, tmp_path, monkeypatch):
+def test_an_export_for_a_refused_target_has_no_command(make, tmp_path, monkeypatch):
     monkeypatch.setattr(exporting.TargetFacts, "of_identity", of_gemma(TargetFacts.of_identity))
     result = export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out")
     assert result.commands == [] and "does not serve EAGLE-3 heads for Gemma2ForCausalLM" in result.notes[0]
@@ -369,8 +376,8 @@ def test_lm_loads_with_transformers(make, ours, target, text, tmp_path, to):
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang", "eagle"])
-def test_config_is_what_transformers_understands(make, target, tmp_path, to):
-    """Engines read the configuration through AutoConfig, which rewrites RoPE keys: the trained theta must survive."""
+def test_transformers_reads_the_config_of_a_head(make, target, tmp_path, to):
+    """Engines read the configuration through AutoConfig, which rewrites RoPE keys. The trained theta must survive."""
     export(make("eagle3", draft_vocab=700), to, tmp_path / "out")
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
@@ -405,17 +412,17 @@ def test_commands_name_the_directory_and_the_target(make, tmp_path, target):
         (CUSTOM, "eagle", "always"),
     ],
 )
-def test_what_an_engine_cannot_feed_is_refused(make, tmp_path, taps, to, says):
+def test_taps_that_an_engine_cannot_provide_are_refused(make, tmp_path, taps, to, says):
     with pytest.raises(CheckpointError, match=says):
         export(make("eagle3", taps=taps, draft_vocab=64), to, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_speculators_take_any_number_of_layers(make, tmp_path):
+def test_speculators_take_any_number_of_taps(make, tmp_path):
     assert export(make("eagle3", taps=(2, 5), draft_vocab=64), "speculators", tmp_path / "out").max_difference < 1e-4
 
 
-def test_a_family_that_has_no_place_in_a_format(make, tmp_path):
+def test_a_format_refuses_a_family_that_it_cannot_hold(make, tmp_path):
     with pytest.raises(UsageError, match="cannot be written for hydra") as error:
         export(make("eagle3", draft_vocab=64), "hydra", tmp_path / "out")
     assert "vllm" in error.value.hint
@@ -434,8 +441,8 @@ def test_only_an_export_is_overwritten(make, tmp_path):
         export(drafter, "vllm", tmp_path / "mine", overwrite=True)
 
 
-def test_a_failed_check_leaves_nothing(make, tmp_path, monkeypatch):
-    """The exit code of the contract is 4, and no directory that somebody could serve stays behind."""
+def test_a_failed_check_leaves_no_directory(make, tmp_path, monkeypatch):
+    """The contract sets exit code 4. A directory that stayed could be served by mistake."""
     write = exporting._write
 
     def spoil(files, *rest):
@@ -464,7 +471,7 @@ def test_a_failed_check_leaves_nothing(make, tmp_path, monkeypatch):
     ],
 )
 def test_the_check_sees_every_tensor(make, monkeypatch, family, options):
-    """Vacuous, if changing a weight went unnoticed. Later prefix positions and all steps are in the batch."""
+    """A check that missed a changed weight would be useless. The batch has later prefix positions and all steps."""
     found = checkpoint.load(make(family, **options))
     head = Head(family, found.config["architecture"], found.tensors)
     assert roundtrip.difference(head, head, STEPS) == 0
@@ -477,7 +484,7 @@ def test_the_check_sees_every_tensor(make, monkeypatch, family, options):
             assert roundtrip.difference(head, changed, STEPS) > roundtrip.TOLERANCE, name
 
 
-def test_the_python_function_and_a_target_that_is_another_model(make, tmp_path, monkeypatch, tiny_directory):
+def test_the_python_function_refuses_another_target(make, tmp_path, monkeypatch, tiny_directory):
     monkeypatch.chdir(tmp_path)
     drafter = make("eagle3", draft_vocab=64)
     result = api.export(drafter=str(drafter), to="vllm", tokens=2)
@@ -487,7 +494,8 @@ def test_the_python_function_and_a_target_that_is_another_model(make, tmp_path, 
 
 
 def sweep(tmp_path, costs, shares=(0.8, 0.4, 0.1)):
-    """The run directory of a sweep: a round of k tokens for b texts takes costs[0] + costs[1] k b ms."""
+    """The run directory of a sweep. A round that drafts k tokens for each of b texts takes costs[0] + costs[1] k b
+    ms."""
     step, token = costs
     rows = []
     for load in (1, 8, 32):
@@ -509,9 +517,9 @@ def argument(line, option):
     return words[words.index(option) + 1]
 
 
-def test_lengths_by_load_of_vllm(make, tmp_path):
-    """Two tokens pay over one while 2.2 / (10 + 2 b) > 1.8 / (10 + b), b < 2.86, and one over none while
-    1.8 / (10 + b) > 1 / 10, b < 8; three never: 2.3 / (10 + 3 b) > 2.2 / (10 + 2 b) needs b < 0.5."""
+def test_vllm_gets_draft_lengths_by_load(make, tmp_path):
+    """Two tokens pay over one while 2.2 / (10 + 2 b) > 1.8 / (10 + b), so b < 2.86. One token pays over none while 1.8
+    / (10 + b) > 1 / 10, so b < 8. Three tokens never pay: 2.3 / (10 + 3 b) > 2.2 / (10 + 2 b) needs b < 0.5."""
     result = export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out", tune=sweep(tmp_path, (10, 1)))
     config = json.loads(argument(result.commands[0], "--speculative-config"))
     assert config["num_speculative_tokens_per_batch_size"] == [[1, 2, 2], [3, 7, 1], [8, 32, 0]]
@@ -521,7 +529,7 @@ def test_lengths_by_load_of_vllm(make, tmp_path):
     assert not (tmp_path / "out" / serving_commands.ADAPTIVE).exists()
 
 
-def test_lengths_by_load_of_sglang(make, tmp_path):
+def test_sglang_gets_draft_lengths_by_load(make, tmp_path):
     result = export(make("eagle"), "sglang", tmp_path / "out", tune=sweep(tmp_path, (10, 1)))
     line = result.commands[0]
     file = Path(argument(line, "--speculative-adaptive-config"))
@@ -538,8 +546,8 @@ def test_lengths_by_load_of_sglang(make, tmp_path):
     assert int(argument(line, "--speculative-num-draft-tokens")) == steps + 1
 
 
-def test_a_block_whose_verification_is_free_is_drafted_whole_or_not_at_all(make, tmp_path):
-    """A text adds nothing to a plain step here, so a shorter draft saves nothing."""
+def test_a_block_with_free_verification_is_drafted_whole_or_not_at_all(make, tmp_path):
+    """In this sweep another text adds no time to a plain step, so a shorter draft saves nothing."""
     drafter = make("dflash", block_size=4)
     result = export(drafter, "vllm", tmp_path / "out", tune=sweep(tmp_path, (10, 0.2)))
     config = json.loads(argument(result.commands[0], "--speculative-config"))
@@ -547,14 +555,15 @@ def test_a_block_whose_verification_is_free_is_drafted_whole_or_not_at_all(make,
 
 
 @pytest.mark.parametrize(("to", "family"), [("vllm", "eagle3"), ("sglang", "eagle")])
-def test_lengths_by_context(make, tmp_path, to, family):
-    """Both engines choose by load alone: the command has the lengths of all prompts, the notes those of each range."""
+def test_notes_give_draft_lengths_by_context(make, tmp_path, to, family):
+    """Both engines choose a draft length by load alone. The command has the lengths for all prompts, and the notes have
+    the lengths for each range."""
     place = sweep(tmp_path, (10, 1))
     document = json.loads((place / "result.json").read_text())
     document["lengths"] = [
         row | {"over": over, "up_to": 2 * over, "requests": 9} for row in document["servers"] for over in (1024, 8192)
     ]
-    for row in document["lengths"]:  # rounds of the same seconds, with fewer tokens
+    for row in document["lengths"]:  # these rounds take as long, but accept fewer tokens
         if row["over"] == 8192 and row["server"] == "server":
             row |= {"token_s": row["token_s"] * row["mat"] / 1.05, "mat": 1.05, "acceptance_by_position": [0.05, 0, 0]}
     (place / "result.json").write_text(json.dumps(document))
@@ -575,7 +584,7 @@ def test_lengths_by_context(make, tmp_path, to, family):
 
 
 def test_a_sweep_in_which_drafts_never_pay(make, tmp_path):
-    """vLLM refuses drafts of no tokens."""
+    """vLLM refuses a schedule with drafts of no tokens."""
     tune = sweep(tmp_path, (10, 10), shares=(0.1,))
     result = export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out", tune=tune)
     config = json.loads(argument(result.commands[0], "--speculative-config"))
@@ -591,19 +600,19 @@ def test_a_sweep_in_which_drafts_never_pay(make, tmp_path):
         ("dflash", "vllm", DataError, "drafts of 3 tokens"),
     ],
 )
-def test_schedules_that_nobody_reads(make, tmp_path, family, to, error, says):
+def test_schedules_that_no_engine_reads_are_refused(make, tmp_path, family, to, error, says):
     with pytest.raises(error, match=says):
         export(make(family), to, tmp_path / "out", tune=sweep(tmp_path, (10, 1)))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_schedule_decides_about_tokens():
+def test_a_schedule_and_tokens_exclude_each_other():
     with pytest.raises(ValueError, match="leave tokens out"):
         ExportRecipe(drafter="x", tune="y", tokens=3)
 
 
-def test_from_servers_to_a_schedule(make, target, tmp_path):
-    """The document that `eval-server` writes is the one that is read; the tables are shown."""
+def test_a_result_of_eval_server_becomes_a_schedule(make, target, tmp_path):
+    """`export` reads the document that `eval-server` writes, and shows the tables."""
     with FakeEngine(target.tokenizer, seconds=0.05) as engine, FakeEngine(target.tokenizer, seconds=0.05) as plain:
         engine.histogram = [1, 2, 1]
         sizes = {"limit": 6, "concurrency": [1, 6], "output_dir": tmp_path / "run"}

@@ -148,7 +148,7 @@ def sweep() -> list[dict[str, Any]]:
 
 
 def results() -> Documents:
-    """Run every command in the working directory; the shapes of what they print."""
+    """Run every command in the working directory. Return the shapes of the documents that the commands print."""
     for domain, questions in QUESTIONS.items():
         rows = [{"prompt": text, "response": "#### 2"} for text in questions]
         Path(f"{domain}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -157,7 +157,7 @@ def results() -> Documents:
 
 
 def kept(place: Path) -> Documents:
-    """The shapes of all files that the runs have left, and which there are."""
+    """The shapes of all files that the runs have written, and a list of the files."""
     found: dict[str, list[Shape]] = {}
     listing: Shape = {}
     for path in sorted(place.rglob("*")):

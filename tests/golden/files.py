@@ -14,7 +14,8 @@ from tests.golden.shapes import MACHINE, Shape, merged, placed, shape_of
 
 
 def shape_of_file(path: Path) -> Shape | None:
-    """The shape of a file's content. None for a picture, a page, or a tokenizer: the keys of a tokenizer are tokens."""
+    """The shape of a file's content. A picture, a page and a tokenizer have none: the keys of a tokenizer are
+    tokens."""
     read = None if path.name == "tokenizer.json" else READERS.get(path.suffix)
     return None if read is None else read(path)
 

@@ -1,4 +1,4 @@
-"""Rows of `online`'s table, and their intervals, on numbers that are written down."""
+"""Rows of `online`'s table and their intervals, computed from known numbers."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from specctl.measuring.records import Record
 from specctl.recipe import OnlineRecipe
 
 TOKENS = [20, 35, 30, 60, 45, 80]
-"""Of the learner's chunks, in 20 passes and 2 seconds each; the drafter that does not learn has 25."""
+"""Tokens of the learner's chunks. A chunk takes 20 passes and 2 seconds. The static drafter makes 25 tokens."""
 
 
 def record(drafter, seed, chunk, tokens):
@@ -22,7 +22,7 @@ def record(drafter, seed, chunk, tokens):
 
 
 class Cost:
-    """Of a chunk's row what these tests need: what learning from it cost."""
+    """The part of a chunk's row that these tests need: the costs of learning."""
 
     def __init__(self, seed, chunk, seconds=1.0):
         self.algo, self.seed, self.chunk, self.learn_s, self.swap_s = "ogd", seed, chunk, seconds, 0.5
@@ -49,8 +49,9 @@ def test_ratios_by_hand():
     assert found.learn_s == 2 * 6 * 1.5 and found.learn_share == pytest.approx(1.5 / 3.5)
 
 
-def test_repeats_that_say_the_same_make_no_interval_narrower():
-    """Greedy answers to a file that is read in order: three seeds know no more of other prompts than one does."""
+def test_equal_repeats_do_not_narrow_an_interval():
+    """Greedy answers to a file in its order are the same for every seed. Three seeds tell no more about other prompts
+    than one seed."""
     once, thrice = row([0]), row([0, 1, 2])
     for name in ("mat", "mat_over_static", "over_static", "over_static_with_training"):
         low, high = getattr(once, f"{name}_interval")
@@ -63,8 +64,8 @@ def test_one_chunk_has_no_interval():
 
 
 @pytest.mark.parametrize(("plain_s", "reason"), [(40.0, "above its mat"), (4.0, None)])
-def test_rows_of_every_table_say_when_a_speed_cannot_be(plain_s, reason):
-    """20 passes of 2 seconds made 40 tokens, mat 2: plain decoding of as many takes no more than twice as long."""
+def test_rows_of_every_table_mark_an_impossible_speed(plain_s, reason):
+    """20 passes in 2 seconds make 40 tokens, so mat is 2. Plain decoding of 40 tokens takes at most twice as long."""
     drafted = record("ogd", 0, 0, 40)
     plain = record(VANILLA, 0, 0, 40)
     plain = replace(plain, decoded=replace(plain.decoded, target_passes=40, decode_s=plain_s))
