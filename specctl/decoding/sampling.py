@@ -47,11 +47,12 @@ class Draws:
 
     def rows(self, logits: Tensor) -> kernels.Rows:
         """Distributions of logits [B, T, V] after the filters, as B·T rows."""
-        batch, rows, vocab = logits.shape
-        return kernels.row_params(
-            logits.reshape(batch * rows, vocab),
-            *(field.repeat_interleave(rows) for field in (self.temperature, self.top_k, self.top_p)),
-        )
+        return kernels.row_params(*kernels.as_rows(logits, self.filters))
+
+    @property
+    def filters(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Temperature, top-k and top-p [B]."""
+        return self.temperature, self.top_k, self.top_p
 
     def uniform(self, positions: Tensor, stream: int) -> Tensor:
         """Uniforms [B, T] for the tokens at absolute `positions` [B, T]. They are computed on the device of
@@ -80,8 +81,7 @@ class Draws:
         """
         if self.greedy:
             return kernels.walk_tree(kernels.argmax(logits), tokens, parents)
-        filters = self.temperature, self.top_k, self.top_p
-        return kernels.sample_tree(logits, filters, self.uniform(positions, TARGET), tokens, parents)
+        return kernels.sample_tree(logits, self.filters, self.uniform(positions, TARGET), tokens, parents)
 
     def penalise(self, logits: Tensor, texts: list[list[int]], parents: list[list[int]], tokens: Tensor) -> Tensor:
         """Logits [B, 1 + n, V] with the repetition penalty applied. A row's penalized tokens are the committed `texts`

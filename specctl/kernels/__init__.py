@@ -20,7 +20,7 @@ import torch
 from . import reference
 from .paging import PAGE, gather_pages, slots_of
 from .reference import Ancestry, DrafterFeedback
-from .rows import GREEDY_BELOW, DraftRows, Rows, nan_count, probabilities, token_probability
+from .rows import GREEDY_BELOW, DraftRows, Rows, as_rows, nan_count, probabilities, token_probability
 
 __all__ = [
     "GREEDY_BELOW",
@@ -32,6 +32,7 @@ __all__ = [
     "accept_chain",
     "add_rms_norm",
     "argmax",
+    "as_rows",
     "attention",
     "backend",
     "distill_rows",

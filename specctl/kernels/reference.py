@@ -20,6 +20,7 @@ from .rows import (
     GREEDY_BELOW,
     DraftRows,
     Rows,
+    as_rows,
     draft_ids,
     draft_scores,
     in_blocks,
@@ -193,10 +194,8 @@ def sample_tree(
     `filters` are temperature, top-k and top-p [B], as in `row_params`. Only the rows on the accepted path decide, so a
     backend may leave out all others.
     """
-    batch, nodes, vocabulary = logits.shape
-    of_rows = (field.repeat_interleave(nodes) for field in filters)
-    rows = row_params(logits.reshape(batch * nodes, vocabulary), *of_rows)
-    return walk_tree(sample_rows(rows, u.reshape(-1)).view(batch, nodes), tokens, parents)
+    drawn = sample_rows(row_params(*as_rows(logits, filters)), u.flatten())
+    return walk_tree(drawn.view(u.shape), tokens, parents)
 
 
 def accept_chain(

@@ -59,6 +59,12 @@ class DraftRows(NamedTuple):
     inv_temp: Tensor | None = None  # [R]; without: 1
 
 
+def as_rows(logits: Tensor, filters: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Arguments of `row_params` for the B·T rows of `logits` [B, T, V], with the filters [B] of their sequences."""
+    temperature, top_k, top_p = (field.repeat_interleave(logits.shape[1]) for field in filters)
+    return logits.flatten(0, 1), temperature, top_k, top_p
+
+
 def draft_scores(draft: DraftRows) -> Tensor:
     """Scores [R, Vd] of q: their softmax is q."""
     scores = without_nan(to_working_precision(draft.logits.detach()))

@@ -21,7 +21,7 @@ def tokenizer():
 
 @pytest.fixture
 def render(tokenizer, monkeypatch):
-    """`render(template)`: the ids of one conversation; None is the model's own template."""
+    """`render(template)` returns the ids of one conversation. The template None stands for the model's own."""
     own = tokenizer.chat_template
 
     def ask(template=None, messages=ONE, **options):

@@ -76,7 +76,7 @@ def test_an_unreadable_index_is_refused(model, index, says):
 
 
 def test_a_pipe_among_the_files_of_a_model_is_not_opened(model, pipe):
-    """`transformers` would open any file with a name known to it."""
+    """`transformers` would open the pipe, because it looks for a file of this name."""
     name = pipe(model / "tokenizer_config.json")
     for look in (weights_digest, location, load_tokenizer, load_config):
         with pytest.raises(CheckpointError, match="a named pipe, not a regular file") as error:

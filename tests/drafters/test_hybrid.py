@@ -293,8 +293,8 @@ class TestHybrid:
         hybrid, alone = Hybrid(Claims(), Lookup(), DEAR, GateStatistics()), Size([], 0, 3.0, 3.0)
         gates = [Gate(past=hybrid.past) for _ in range(3)]
         hybrid.past.unasked = [99, 0, 0, 0, 0]
-        assert not hybrid._asks(state, TextProposal(gates, [], DEAR, alone, [0, 1, 1]))
-        assert hybrid._asks(state, TextProposal(gates, [], DEAR, alone, [0, 0, 1]))
+        assert not hybrid._asks(state, TextProposal(gates, [], DEAR, alone), [0, 1, 1])
+        assert hybrid._asks(state, TextProposal(gates, [], DEAR, alone), [0, 0, 1])
         assert hybrid.past.unasked[0] == 0, "the wait restarts after every trial"
 
     def test_nodes_are_verified_while_tokens_per_cost_increase(self):

@@ -135,7 +135,7 @@ def test_tokens_of_bf16_logits(instructions, vocabulary):
 
 @needed
 def test_samples_have_the_probabilities_of_the_tokens(instructions):
-    """Uniforms on a grid: each token has its share of them."""
+    """The share of a grid of uniforms that draws a token equals its probability."""
     logits = torch.randn(600, generator=torch.Generator().manual_seed(0)).bfloat16()
     grid = [(i + 0.5) / 20000 for i in range(20000)]
     drawn = torch.tensor([native.sample(logits, 0.8, u) for u in grid])

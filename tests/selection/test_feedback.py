@@ -1,4 +1,4 @@
-"""Scores of every drafter, compared with the drafts that it would really make at each token."""
+"""Scores of every drafter equal the drafts that the drafter makes at each token."""
 
 import numpy as np
 import pytest

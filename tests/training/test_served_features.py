@@ -160,7 +160,7 @@ def test_a_server_that_fails_midway_leaves_complete_shards(target, examples, eng
     assert same(store.get(examples), FeatureStore(target, TAPS).get(examples))
 
 
-@pytest.mark.parametrize("fault", ["a layer off", "no order", "other weights", "behind the norm", "stale rows"])
+@pytest.mark.parametrize("fault", ["a layer off", "no order", "other weights", "after the norm", "stale rows"])
 def test_wrong_states_are_refused_at_once(target, examples, engine, tmp_path, fault):
     """They are finite and of the right shape; only a local forward pass can tell."""
     states, asked = engine.states, []
@@ -174,10 +174,10 @@ def test_wrong_states_are_refused_at_once(target, examples, engine, tmp_path, fa
         "a layer off": partial(raw_states, target, layers=(3, 6, 8, LAST)),
         "no order": lambda ids: states(ids)[:, [2, 1, 0, 3]],
         "other weights": lambda ids: states(ids)[:, :, torch.arange(target.hidden_size).flip(0)],
-        "behind the norm": partial(raw_states, target, layers=(*TAPS, LAST), normed=True),
+        "after the norm": partial(raw_states, target, layers=(*TAPS, LAST), normed=True),
         "stale rows": stale,
     }[fault]
-    if fault == "behind the norm":  # applied twice, the norm changes little except for its weight
+    if fault == "after the norm":  # applied twice, the norm changes little except for its weight
         engine.states = lambda ids: target.model.normed(states(ids)) * 2
     with pytest.raises(CheckpointError, match="do not match target builtin") as error:
         served(target, examples, tmp_path / "features", asking(engine))

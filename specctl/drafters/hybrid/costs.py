@@ -144,7 +144,7 @@ def costs_of(target: Target, head: CandidateDrafter | None, name: str) -> Costs:
         told = f"saved in {path}"
     except OSError as error:
         told = f"measured again next time, because {path} cannot be written: {error.strerror}"
-    levels = f", drafting one level {costs.first:.2f}, each further level {costs.level:.2f}" if head else ""
+    levels = "" if head is None else f", drafting one level {costs.first:.2f}, each further level {costs.level:.2f}"
     progress.log(
         f"measured once, relative to a round of one row: 8 rows {costs.round(8):.2f}, 16 rows {costs.round(16):.2f}, "
         f"{TEXTS} sequences {costs.round(1, TEXTS):.2f}{levels} ({told})"
@@ -259,14 +259,14 @@ def from_ratios(ratios: dict[str, float], near: int = CONTEXT, far: int = FAR) -
 def _texts(target: Target, head: CandidateDrafter | None, count: int, length: int) -> DecodeState:
     """Build texts of `length` random tokens, read by the target and the head, with room for the timed rounds."""
     generator = torch.Generator().manual_seed(0)
-    engine = Engine(target, Fixed(PLAIN, head.taps if head else ()), EngineOptions(on_host=True))
+    engine = Engine(target, Fixed(PLAIN, () if head is None else head.taps), EngineOptions(on_host=True))
     for _ in range(count):
         prompt = torch.randint(target.vocab_size, (length,), generator=generator)
         engine.add(Request(prompt.tolist(), GREEDY, ROOM))
     for text in engine.waiting.values():
         text.eos_ids = frozenset()  # no token ends a text
     engine.step()
-    if head:
+    if head is not None:
         head.propose_candidates(engine.state, 1, lambda joint: False)
     return engine.state
 

@@ -38,15 +38,16 @@ class Hybrid(WeighedText):
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """Draft a tree from the last committed token; in exact mode a chain."""
         offer = self.offer(state, budget)
-        if not self._asks(state, offer):
+        kinds = offer.kinds()
+        if not self._asks(state, offer, kinds):
             return self.draft(state, offer, offer.size)
         levels = self._ask(state, budget, offer)
         spent = offer.costs.drafting(levels, state.batch)
-        return self.draft(state, offer, best_size(state, offer.drafts, budget, offer.costs, spent), levels)
+        return self.draft(state, offer, best_size(state, offer.drafts, budget, offer.costs, spent), levels, kinds)
 
-    def _asks(self, state: DecodeState, offer: TextProposal) -> bool:
+    def _asks(self, state: DecodeState, offer: TextProposal, kinds: list[int]) -> bool:
         """Whether the head's gain is worth its passes; one forward serves all texts."""
-        gates, kinds, alone, costs = offer.gates, offer.kinds, offer.size, offer.costs
+        gates, alone, costs = offer.gates, offer.size, offer.costs
         asking = [b for b in state.live if state.rows[b].draft_room > 0]
         if not asking:
             return False

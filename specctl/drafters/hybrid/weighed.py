@@ -10,6 +10,7 @@ arXiv 2406.17276).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from specctl.decoding.protocols import BaseDrafter, DeviceDraft, Drafter, OnDevice
@@ -32,14 +33,17 @@ class TextProposal(NamedTuple):
         drafts: candidates of every text.
         costs: costs of rounds at the present length of the texts.
         size: the nodes that pay off.
-        kinds: kind of the round for every text (`Gate.kind`).
     """
 
     gates: list[Gate]
     drafts: list[Candidates]
     costs: Costs
     size: Size
-    kinds: list[int]
+
+    def kinds(self) -> list[int]:
+        """Kind of the round for every text (`Gate.kind`)."""
+        expected = zip(self.drafts, self.size.nodes, strict=True)
+        return [Gate.kind(sum(draft.joint[node] for node in nodes)) for draft, nodes in expected]
 
 
 class WeighedText(BaseDrafter):
@@ -80,16 +84,16 @@ class WeighedText(BaseDrafter):
         proposals = self.text.propose_trees(state, min(budget, self.offered))
         for draft, proposal, gate in zip(drafts, proposals, gates, strict=True):
             draft.add(proposal, TEXT, gate.trust[TEXT])
-        size = best_size(state, drafts, budget, costs)
-        expected = zip(drafts, size.nodes, strict=True)
-        kinds = [Gate.kind(sum(draft.joint[node] for node in nodes)) for draft, nodes in expected]
-        return TextProposal(gates, drafts, costs, size, kinds)
+        return TextProposal(gates, drafts, costs, best_size(state, drafts, budget, costs))
 
-    def draft(self, state: DecodeState, offer: TextProposal, size: Size, levels: int = 0) -> DraftTree:
-        """Draft the nodes of `size`, and record the round. `levels`: levels that a head has drafted."""
+    def draft(
+        self, state: DecodeState, offer: TextProposal, size: Size, levels: int = 0, kinds: Sequence[int] = ()
+    ) -> DraftTree:
+        """Draft the nodes of `size`, and record the round. `levels`: levels that a head has drafted, in rounds of these
+        `kinds`."""
         for b in state.live:
-            row = state.rows[b]
-            offer.gates[b].pending = Pending(len(row.ids), row.target_passes, offer.drafts[b], offer.kinds[b], levels)
+            row, kind = state.rows[b], kinds[b] if levels else 0
+            offer.gates[b].pending = Pending(len(row.ids), row.target_passes, offer.drafts[b], kind, levels)
         trees = [draft.cut(nodes) for draft, nodes in zip(offer.drafts, size.nodes, strict=True)]
         return DraftTree.from_trees(trees, state.device)
 

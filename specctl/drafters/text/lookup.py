@@ -17,9 +17,8 @@ from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
 
 # Drafts of one size, where nothing weighs the nodes (`hybrid.weighed`). On a CPU 8 rows cost the same as 1, and further
-# rows cost more. Tokens per pass of the built-in target at depth 4 / 5
-# / 7: sql 1.57 / 1.65 / 1.65, math 2.18 / 2.32 / 2.46. Without 1-grams it is 1.63 and 2.18 at depth 7; 4-grams make no
-# difference.
+# rows cost more. Tokens per pass of the built-in target at depth 4 / 5 / 7: sql 1.57 / 1.65 / 1.65, math 2.18 / 2.32 /
+# 2.46. Without 1-grams it is 1.63 and 2.18 at depth 7; 4-grams make no difference.
 DEPTH = {"cpu": 7, "cuda": 10}
 LONGEST, SHORTEST = 3, 1  # lengths of the n-grams that are looked up, longest first
 
@@ -31,14 +30,14 @@ HITS = (0.0, 0.22, 0.41, 0.58, 0.62, 0.70, 0.78, 0.82, 0.85, 0.87, 0.87, 0.87, 0
 class Lookup(BaseDrafter):
     """Drafts a chain after the last occurrence of the text's last `LONGEST` to `SHORTEST` tokens.
 
-    `depth` is the maximal chain length. The default depends on the device.
+    `depth` is the maximal chain length; the default depends on the device. `nodes` limits it further.
     """
 
     calibration = TEXT_CALIBRATION
     fixed_shape = True  # with padding
 
-    def __init__(self, depth: int | None = None):
-        self.depth = depth
+    def __init__(self, depth: int | None = None, nodes: int | None = None):
+        self.depth, self.nodes = depth, nodes
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         self.advance(state)
@@ -82,7 +81,8 @@ class Lookup(BaseDrafter):
         return TextRounds(self, state, nodes, nodes, chain=True)
 
     def _depth(self, state: DecodeState) -> int:
-        return self.depth or DEPTH.get(state.device.type, max(DEPTH.values()))
+        depth = self.depth or DEPTH.get(state.device.type, max(DEPTH.values()))
+        return min(depth, self.nodes or depth)
 
 
 class NGramIndex:
@@ -132,4 +132,4 @@ class NGramIndex:
 
 
 def make_drafter(drafting: DraftingRecipe) -> Lookup:
-    return Lookup(drafting.depth or drafting.nodes)
+    return Lookup(drafting.depth, drafting.nodes)

@@ -16,7 +16,7 @@ from specctl.drafters.text.text_tree import TextIndex, TextPosition, TextTreeSha
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
 
-# Drafts of one size, where nothing weighs the nodes.
+# Size of drafts where nothing weighs the nodes (`hybrid.weighed`).
 # Speedup over plain decoding of the built-in target on a CPU (sql, code, summarization; 20 prompts each; one thread of
 # a busy machine, on which equal drafts differ by up to 20 %):
 #   chain of 7     text 1.55 2.16 1.18   with a store of 400 responses 2.30 2.99 1.68   (lookup 1.54 1.80 1.20)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import check_rule
-from ..rows import BLOCK, Rows
+from ..rows import BLOCK, Rows, as_rows
 from . import rows
 from .device import BLOCKS, load_logits, pointers, precision, probability, search
 
@@ -47,10 +47,8 @@ def walk_tree(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, T
 def sample_tree(
     logits: Tensor, filters: tuple[Tensor, Tensor, Tensor], u: Tensor, tokens: Tensor, parents: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, nodes, vocabulary = logits.shape
-    of_rows = (field.repeat_interleave(nodes) for field in filters)
-    distributions = rows.row_params(logits.reshape(batch * nodes, vocabulary), *of_rows)
-    return walk_tree(rows.sample_rows(distributions, u.reshape(-1)).view(batch, nodes), tokens, parents)
+    drawn = rows.sample_rows(rows.row_params(*as_rows(logits, filters)), u.flatten())
+    return walk_tree(drawn.view(u.shape), tokens, parents)
 
 
 @triton.jit
