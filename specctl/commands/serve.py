@@ -206,7 +206,7 @@ def load_drafters(recipe: ServeRecipe, target: Target) -> tuple[dict[str, Drafte
         drafters = {name: pool.load_drafter(path, target, recipe.drafting) for name, path in places.items()}
     for drafter in drafters.values():
         if isinstance(drafter, Hybrid):
-            drafter.past = GateStatistics()  # requests are one stream
+            drafter.past = GateStatistics(drafter.quality)  # requests are one stream
     return drafters, places
 
 

@@ -16,7 +16,7 @@ from specctl.drafters.blueprint import CONFIG, config_error, prefix_errors, shor
 from specctl.drafters.family import load_family
 from specctl.drafters.hybrid.costs import Costs, costs_of
 from specctl.drafters.hybrid.drafter import Hybrid
-from specctl.drafters.hybrid.gate import GateStatistics
+from specctl.drafters.hybrid.gate import GateStatistics, quality_of
 from specctl.drafters.hybrid.rescored import IndependentHeads, Rescored
 from specctl.drafters.hybrid.weighed import WeighedText
 from specctl.drafters.lora import AdaptableDrafter, Adapter, LoraConfig
@@ -98,7 +98,8 @@ def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: GateStat
     """
     if not isinstance(text, TextDrafter):
         raise UsageError(f"{name}: {name_of(parts_of(name)[1])} is not a text drafter", HYBRIDS)
-    return Hybrid(_trained(name, head), text, costs, past)
+    trained = _trained(name, head)
+    return Hybrid(trained, text, costs, past, quality_of(checkpoint.read_info(parts_of(name)[0]).get("mat")))
 
 
 def rescored(name: str, head: Drafter, text: Drafter) -> Rescored:

@@ -531,7 +531,7 @@ def with_head(present: Drafter, head: Drafter) -> Drafter:
     if not isinstance(present, Hybrid):
         return head
     assert isinstance(head, CandidateDrafter)
-    return Hybrid(head, present.text, present.costs, present.past)
+    return Hybrid(head, present.text, present.costs, present.past, present.quality)
 
 
 def dropped_with(drafter: Drafter) -> list[Drafter]:

@@ -31,6 +31,7 @@ from specctl.drafters.hybrid.gate import (
     Gate,
     GateStatistics,
     Pending,
+    quality_of,
 )
 from specctl.drafters.hybrid.weighed import Size, TextProposal, best_size
 from specctl.drafters.text.lookup import Lookup
@@ -157,6 +158,31 @@ class TestGate:
         fresh.pending = self.pending(([5], [-1], [0.5]), ([5, 6, 7], [-1, 0, 1], [0.5] * 3), levels=3, kind=1)
         fresh.settle(text_of(1, 2, 3, 5, 6, 7, 8))
         assert fresh.gain(1) > 0.6, "the gain adapts to a text where the head helps"
+
+    @pytest.mark.parametrize(
+        ("mat", "quality"),
+        [
+            ({"held-out sql": 5.1}, 1.0),
+            ({"held-out sql": 2.0, "held-out math": 3.0}, 0.5),
+            ({"held-out sql": 1.0}, 0.1),
+            ({}, 1.0),
+            (None, 1.0),
+            ({"held-out sql": "2.0"}, 1.0),
+            ({"held-out sql": float("nan")}, 1.0),
+            ({"held-out sql": -1}, 1.0),
+        ],
+    )
+    def test_the_prior_gain_of_a_head_is_that_of_its_card(self, mat, quality):
+        assert quality_of(mat) == pytest.approx(quality)
+
+    def test_a_weak_head_starts_with_less_gain_and_waits_longer(self):
+        weak, worst = Gate(quality=0.5), Gate(temperature=1.0, quality=0.1)
+        assert [weak.gain(kind) for kind in range(len(GAIN))] == pytest.approx([gain / 2 for gain in GAIN])
+        assert weak.past.patience == [2 * PATIENCE] * len(GAIN)
+        assert worst.gain(0) == pytest.approx(0.1 * SAMPLED_GAIN * GAIN[0])
+        assert worst.past.patience == [LONGEST_PATIENCE] * len(GAIN)
+        stream = GateStatistics()
+        assert Gate(past=stream, quality=0.5).gain(0) == GAIN[0], "a stream of texts knows the head better"
 
 
 class TestSampledTexts:

@@ -77,6 +77,16 @@ def test_sampled_proposals_of_a_head_are_warned_about(target, tmp_path, capsys):
     assert "drafting.proposal=sampled is for family lm" in capsys.readouterr().err
 
 
+def test_a_hybrid_starts_with_the_gain_that_the_card_of_its_head_suggests(target, tmp_path):
+    quality = {}
+    for name, info in {"unknown": {}, "half": {"mat": {"held-out sql": 2.5}}}.items():
+        head = toys.head(target)
+        config = mtp.FAMILY.checkpoint_config(head, target.identity)
+        checkpoint.save(tmp_path / name, config=config, tensors=mtp.FAMILY.stored_state(head.state_dict()), info=info)
+        quality[name] = load_drafter(f"{tmp_path / name}+lookup", target, DRAFTING).quality
+    assert quality == {"unknown": 1.0, "half": 0.5}
+
+
 def test_an_unknown_name_is_refused_with_a_suggestion(target):
     with pytest.raises(CheckpointError, match="no drafter 'lokup'") as error:
         load_drafter("lokup", target, DRAFTING)

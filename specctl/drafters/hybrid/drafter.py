@@ -30,9 +30,16 @@ DEVICE_TEXT_NODES = 14  # nodes of a device round that the text drafter gets: it
 class Hybrid(WeighedText):
     """Trained drafter (the head) and text drafter that draft as one."""
 
-    def __init__(self, head: CandidateDrafter, text: TextDrafter, costs: Costs, past: GateStatistics | None = None):
+    def __init__(
+        self,
+        head: CandidateDrafter,
+        text: TextDrafter,
+        costs: Costs,
+        past: GateStatistics | None = None,
+        quality: float = 1.0,
+    ):
         super().__init__(text, costs, past)
-        self.head = head
+        self.head, self.quality = head, quality
         self.taps = head.taps
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:

@@ -52,9 +52,11 @@ class WeighedText(BaseDrafter):
     Attributes:
         past: record of the texts of a stream, for a head (`hybrid.drafter`). None = each text has its own record, so
             that texts do not depend on the texts before them.
+        quality: prior gain of the head of a hybrid (`gate.quality_of`).
     """
 
     weighs_rows = True
+    quality = 1.0
 
     def __init__(self, text: TextDrafter, costs: Costs, past: GateStatistics | None = None):
         self.text, self.costs, self.past = text, costs, past
@@ -102,7 +104,7 @@ class WeighedText(BaseDrafter):
         if memory is None:
             memory = state.memory[self] = PerText(lambda: None, state.batch)
         gates = [
-            gate or Gate(self.text.calibration, self.past, row.request.sampling.temperature)
+            gate or Gate(self.text.calibration, self.past, row.request.sampling.temperature, self.quality)
             for gate, row in zip(memory.rows, state.rows, strict=True)
         ]
         memory.rows = [*gates]
