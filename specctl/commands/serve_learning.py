@@ -19,14 +19,7 @@ from specctl.commands.learn_from_servers import LEARNT_POOL, LearningServer, lea
 from specctl.drafters import checkpoint, names, pool
 from specctl.errors import Interrupted
 from specctl.gateway.engine_thread import EngineThread
-from specctl.gateway.learning import (
-    BackgroundOnlineDrafter,
-    LearningPlan,
-    LiveLearner,
-    PoolLearner,
-    PoolMember,
-    ServingLearner,
-)
+from specctl.gateway.learning import BackgroundOnlineDrafter, HeadLearner, LearningPlan, ServingLearner
 from specctl.gateway.metrics import LearningCounts
 from specctl.gateway.proxy_process import ProxyOptions, ProxyWork, ServerPolicy
 from specctl.recipe import LearnFromServerRecipe, OnlineRecipe, StreamRecipe
@@ -138,33 +131,20 @@ def learning_from(
         trackers.log(next(lessons), **{f"{name}/{key}" if name else key: value for key, value in values.items()})
 
     progress.log("starting the process that learns")
-    drafters: dict[str, BackgroundOnlineDrafter] = {}
-    plans: dict[str, LearningPlan] = {}
-    for start in starts:
+    members: dict[str, HeadLearner] = {}
+    for start, paths in starts.items():
         name, made = titles[str(start)], online_recipe(recipe, start, len(starts))
         info = checkpoint.read_info(start) | {"learnt": f"{recipe.learn.algo} while serving, from {start}", "mat": {}}
         place = run.dir / LEARNT_POOL / names.place_of(name) if name else run.dir / LEARNT_DIR
-        plans[name] = LearningPlan(made.chunk, recipe.learn.longest, place, recipe.learn.save_s, info, name)
-        drafters[name] = BackgroundOnlineDrafter(made, recipe.learn.algo, engine.target, recipe.learn.seed, start)
-        drafters[name].name = name
-    start_process([*drafters.values()])
-    learner: ServingLearner
-    if recipe.chooses:
-        members = {titles[str(start)]: [arms[path] for path in paths] for start, paths in starts.items()}
-        learner = PoolLearner(
-            {
-                name: PoolMember(drafters[name], own, plans[name], meter, partial(report, name))
-                for name, own in members.items()
-            },
-            engine.target,
-        )
-    else:
-        drafter = engine.controller.drafter  # type: ignore[attr-defined]
-        learner = LiveLearner(drafters[""], drafter, plans[""], meter, partial(report, ""))
-    thread.learner = learner
+        plan = LearningPlan(made.chunk, recipe.learn.longest, place, recipe.learn.save_s, info, name)
+        drafter = BackgroundOnlineDrafter(made, recipe.learn.algo, engine.target, recipe.learn.seed, start)
+        drafter.name = name
+        members[name] = HeadLearner(drafter, [arms[path] for path in paths], plan, meter, partial(report, name))
+    start_process([member.online_drafter for member in members.values()])
+    thread.learner = learner = ServingLearner(members, engine.target)
     learner.start()
     try:
-        yield lambda: {name: LearningSummary.of(counts, plans[name].place) for name, counts in meter.learning.items()}
+        yield lambda: {name: LearningSummary.of(one.counts, one.plan.place) for name, one in members.items()}
     finally:
         learner.stop()
         trackers.close()

@@ -161,7 +161,7 @@ class EngineThread:
             self._thread.join(seconds)
 
     def note_round(self, query: str, drafter: str, committed: int, accepted: int, depth: int) -> None:
-        """Count a round of the text with the label `query`, for a controller that chooses drafters."""
+        """Count a round of the text with the label `query`."""
         self.meter.drafter(drafter).add(committed, accepted, depth)
         if self.learner is not None:
             self.learner.note_round(query, drafter)
@@ -182,7 +182,7 @@ class EngineThread:
                     self._report_all(events)
                     self._deliver()
                     if self.learner is not None:
-                        self.learner.after_step(self.engine, events, seconds)
+                        self.learner.after_step(self.engine, seconds)
                 self._deliver()
         except BaseException as error:
             self.on_death(error)
@@ -244,12 +244,13 @@ class EngineThread:
     def _on_round(self, state: DecodeState, result: RoundResult) -> None:
         if self._logprobs.wanted:
             self._logprobs.on_round(state, result)
+        if self.drafter is not None:
+            for b, counts in result.counts.items():
+                label = state.rows[b].request.label
+                query = label.query if label is not None else ""
+                self.note_round(query, self.drafter, counts.committed, counts.accepted, counts.depth)
         if self.learner is not None:
             self.learner.observe(state, result)
-        if self.drafter is not None:
-            counts = self.meter.drafter(self.drafter)
-            for round in result.counts.values():
-                counts.add(round.committed, round.accepted, round.depth)
 
     def _report_all(self, events: list[Event]) -> None:
         """Pass on the events of a step. A text that cannot be passed on fails alone."""

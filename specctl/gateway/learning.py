@@ -5,18 +5,19 @@ between two steps. A second thread hands the texts to the learner's process, bui
 the weights, and writes it to the disk. So no text waits for a lesson.
 
 Where a policy chooses among drafters, each drafter with weights learns from the texts of which it drafted most rounds.
-All learn in one process, in turns, and the time in which a drafter drafted is the time that it may learn by.
+All learn in one process, in turns, and the time in which a drafter drafted is the time that it may learn by. A single
+drafter is a pool of one.
 """
 
 import shutil
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,8 +29,8 @@ from specctl.adaptation.stream_learner import Lesson
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine
-from specctl.decoding.protocols import Drafter
-from specctl.decoding.records import Counts, Event, RoundResult
+from specctl.decoding.protocols import Controller, Drafter
+from specctl.decoding.records import Counts, RoundResult
 from specctl.decoding.state import DecodeState, PerText
 from specctl.decoding.target import Target
 from specctl.drafters.hybrid.drafter import Hybrid
@@ -76,25 +77,6 @@ class BackgroundOnlineDrafter(AsyncOnlineDrafter):
         return not SHARED_MEMORY.is_dir() or shutil.disk_usage(SHARED_MEMORY).free > 2 * waiting
 
 
-class TrafficBuffer(ReplayBuffer):
-    """Replay buffer that leaves out texts beyond a length: one long text would displace all others.
-
-    Attributes:
-        longest: most tokens of a text, prompt included.
-        entered: number of texts that were not too long.
-    """
-
-    longest: int
-    entered = 0
-
-    def take_in(self, state: DecodeState, b: int, text: Any) -> None:
-        if len(state.rows[b].ids) > self.longest:
-            self.dropped += 1
-        else:
-            self.entered += 1
-            super().take_in(state, b, text)
-
-
 @dataclass(frozen=True)
 class ServedTexts:
     """Texts for one lesson, with the acceptance of all texts that ended meanwhile."""
@@ -106,11 +88,11 @@ class ServedTexts:
 
 @dataclass(frozen=True)
 class LearningPlan:
-    """How a `LiveLearner` learns.
+    """How a drafter learns.
 
     Attributes:
         chunk: texts of a lesson.
-        longest: most tokens of a text.
+        longest: most tokens of a text, prompt included. One long text would displace all others.
         place: directory that the drafter is saved in.
         save_s: shortest time between two copies there.
         info: description of the saved drafter.
@@ -125,180 +107,123 @@ class LearningPlan:
     name: str = ""
 
 
-class ServingLearner(ABC):
-    """Learning beside an engine: the calls of the engine's thread, and a thread of its own, which hands texts to the
-    learner's process."""
+@dataclass
+class DraftedPart:
+    """The part of a text that one drafter drafted: rounds, accepted tokens and verified positions."""
 
-    def __init__(self) -> None:
-        self._wake, self._stopping = threading.Event(), False
-        self._thread = threading.Thread(target=self._main, name="learning", daemon=True)
+    rounds: int = 0
+    accepted: int = 0
+    verified: int = 0
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread and the learner's process, and save the newest weights. A lesson that runs is lost."""
-        self._stopping = True
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(30.0)
-        self.close()
-        self.save()
-
-    def _main(self) -> None:
-        try:
-            while not self._stopping and self.on:
-                self._wake.wait(POLL_S)
-                self._wake.clear()
-                self.take_turn()
-        finally:
-            self.close()
-
-    @property
-    @abstractmethod
-    def on(self) -> bool:
-        """Whether anything learns."""
-
-    def note_round(self, query: str, drafter: str) -> None:  # noqa: B027
-        """Note which drafter drafted the round of a text that `observe` gets next, if a policy chose it. Called in the
-        engine's thread."""
-
-    @abstractmethod
-    def observe(self, state: DecodeState, result: RoundResult) -> None:
-        """Take in the tokens of a round. Called in the engine's thread."""
-
-    @abstractmethod
-    def after_step(self, engine: Engine, events: list[Event], seconds: float) -> None:
-        """Hand over texts, and exchange drafters that have new weights. Called in the engine's thread."""
-
-    @abstractmethod
-    def take_turn(self) -> None:
-        """Hand texts to the learner's process, and take its lessons. Called in this object's thread."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the learner's process."""
-
-    @abstractmethod
-    def save(self) -> None:
-        """Write the newest weights to the disk, if they are not there yet."""
+    def add(self, counts: Counts) -> None:
+        """Count a round."""
+        self.rounds += 1
+        self.accepted += counts.accepted
+        self.verified += min(counts.accepted + 1, counts.depth)
 
 
-class LiveLearner(ServingLearner):
-    """Lets a drafter learn from the texts of an engine, which drafts with it.
+class HeadLearner:
+    """Lets one drafter learn from the texts of an engine that drafts with it, alone or in hybrids.
 
-    A failure ends the learning, never the serving: it is reported once and counted.
+    A failure ends its learning, never the serving: it is reported once and counted.
 
     Args:
-        online_drafter: belongs to this object's thread from `start` on.
-        drafter: the drafter of the engine, with the weights of `online_drafter`: its head, or a hybrid of this head.
-        report: called in this object's thread with every lesson and the counts after it.
+        online_drafter: belongs to the thread of the `ServingLearner` once that has started.
+        arms: names under which the engine drafts with it.
+        report: called in that thread with every lesson and the counts after it.
     """
 
     def __init__(
         self,
         online_drafter: BackgroundOnlineDrafter,
-        drafter: Drafter,
+        arms: Sequence[str],
         plan: LearningPlan,
         meter: Meter,
         report: Callable[[Lesson, LearningCounts], None] = lambda lesson, counts: None,
     ):
-        super().__init__()
-        self.online_drafter, self.drafter, self.plan = online_drafter, drafter, plan
+        self.online_drafter, self.arms, self.plan = online_drafter, arms, plan
         self.meter, self.report = meter, report
         self.counts = meter.learning[plan.name] = LearningCounts(on=True)
         own = online_drafter.buffer
-        self.buffer = TrafficBuffer(own.target, own.taps, max_bytes=own.max_bytes, feedback=own.feedback)
-        self.buffer.longest = plan.longest
+        self.buffer = ReplayBuffer(own.target, own.taps, max_bytes=own.max_bytes, feedback=own.feedback)
+        self._entered = 0  # texts that were not too long, since the last lesson
         self._by_version = {0: DrafterCounts()}
         self._ended: deque[tuple[int, int]] = deque(maxlen=8 * plan.chunk)  # acceptance of texts since the last lesson
         self._decode_s = 0.0  # since the last lesson
-        self._handed: ServedTexts | None = None  # from the engine's thread to this object's thread
+        self._handed: ServedTexts | None = None  # from the engine's thread to the other one
         self._built: Drafter | None = None  # in the other direction
-        self._newest = online_drafter.drafter
+        self._newest = self._saved = online_drafter.drafter
         self._bad = 0  # lessons in a row that did harm or were refused
-        self._saved, self._saved_at = 0, time.monotonic()  # lessons in the copy on the disk
-        self._updates, self._save_failed = 0, False
+        self._saved_at, self._save_failed = time.monotonic(), False
 
-    @property
-    def on(self) -> bool:
-        return self.counts.on
-
-    def observe(self, state: DecodeState, result: RoundResult) -> None:
-        if not self.counts.on:
-            return
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Context in which an error ends the learning."""
         try:
-            self.buffer.observe(state)
-            for one in result.counts.values():
-                self._count_round(one)
-        except Exception as error:  # learning must not harm the round
-            self.fail(error)
-
-    def _count_round(self, counts: Counts) -> None:
-        """Count a round that the drafter drafted."""
-        self._by_version[self.counts.version].add(counts.committed, counts.accepted, counts.depth)
-
-    def after_step(self, engine: Engine, events: list[Event], seconds: float) -> None:
-        if not self.counts.on:
-            return
-        try:
-            self.counts.serve_s += seconds
-            self._decode_s += seconds
-            for event in events:
-                if event.ended is not None and event.error is None:
-                    self._ended.append((event.ended.accepted, event.ended.accepted + event.ended.rejections))
-            if self.buffer.entered >= self.plan.chunk and self._handed is None:
-                self._hand_over()
-            if self._built is not None:
-                self._exchange(engine)
+            yield
         except Exception as error:
             self.fail(error)
 
-    def _hand_over(self) -> None:
-        acceptance = Acceptance.of(self._ended)
-        self._handed = ServedTexts(self.buffer.take(), acceptance, self._decode_s)
-        self._ended.clear()
-        self._decode_s, self.buffer.entered = 0.0, 0
-        self._wake.set()
+    def add_round(self, counts: Counts) -> None:
+        """Count a round that the drafter drafted. Called in the engine's thread, as the next two methods."""
+        self._by_version[self.counts.version].add(counts.committed, counts.accepted, counts.depth)
 
-    def _exchange(self, engine: Engine) -> None:
+    def end_text(self, part: DraftedPart) -> None:
+        """Note the drafter's part of a text that has ended."""
+        self._ended.append((part.accepted, part.verified))
+
+    def take_text(self, state: DecodeState, b: int, text: Any) -> None:
+        """Take in the finished text in slot b."""
+        with self.guarded():
+            if len(state.rows[b].ids) > self.plan.longest:
+                self.buffer.dropped += 1
+            else:
+                self._entered += 1
+                self.buffer.take_in(state, b, text)
+
+    def after_step(self, engine: Engine, seconds: float) -> None:
+        """Hand over texts, and put new weights into the engine. `seconds`: in which the drafter drafted."""
+        if not self.counts.on:
+            return
+        with self.guarded():
+            self.counts.serve_s += seconds
+            self._decode_s += seconds
+            if self._entered >= self.plan.chunk and self._handed is None:
+                self._handed = ServedTexts(self.buffer.take(), Acceptance.of(self._ended), self._decode_s)
+                self._ended.clear()
+                self._decode_s, self._entered = 0.0, 0
+            if self._built is not None:
+                self._exchange(engine, self._built)
+
+    def _exchange(self, engine: Engine, head: Drafter) -> None:
         """Draft with the new weights from the next round on. The running texts go on: the new drafter reads them."""
-        new, self._built = self._built, None
-        assert new is not None
-        self._put_in(engine, new)
+        self._built = None
+        controller: Controller = engine.controller
+        if isinstance(controller, GuardedController):
+            old = {arm: controller.drafter(arm) for arm in self.arms}
+            controller.selector.exchange({arm: with_head(drafter, head) for arm, drafter in old.items()})
+            dropped = [*old.values()]
+        else:
+            dropped = [cast(Fixed, controller).drafter]  # type: ignore[list-item]
+            controller = Fixed.of(with_head(dropped[0], head))
+        engine.exchange(controller, [one for drafter in dropped for one in dropped_with(drafter)])
         version = self.counts.version
         for number in self._by_version.keys() - {0, version}:
             del self._by_version[number]
         self._by_version[version + 1] = DrafterCounts()
         self.counts.version = version + 1
 
-    def _put_in(self, engine: Engine, head: Drafter) -> None:
-        """Let the engine draft with a head, inside a hybrid if it drafts with a hybrid."""
-        old, self.drafter = self.drafter, with_head(self.drafter, head)
-        engine.exchange(Fixed.of(self.drafter), dropped_with(old))
-
     def take_turn(self) -> None:
-        try:
-            self._count()
-            if self._handed is not None:
-                self._teach(self._handed)
-                self._handed = None
-            self._take_lessons()
-            if time.monotonic() - self._saved_at >= self.plan.save_s:
-                self.save()
-        except Exception as error:
-            if not self._stopping:
-                self.fail(error)
-
-    def close(self) -> None:
-        self.online_drafter.close()
-
-    def _teach(self, served: ServedTexts) -> None:
-        buffer = self.online_drafter.buffer
-        for text, features in served.texts:
-            buffer.add(text, features)
-        self.online_drafter.hand_over(served.acceptance, served.decode_s)
+        """Hand texts to the learner's process, and take its lessons. Called in the thread of the `ServingLearner`."""
+        self._count()
+        if self._handed is not None:
+            for text, features in self._handed.texts:
+                self.online_drafter.buffer.add(text, features)
+            self.online_drafter.hand_over(self._handed.acceptance, self._handed.decode_s)
+            self._handed = None
+        self._take_lessons()
+        if time.monotonic() - self._saved_at >= self.plan.save_s:
+            self.save()
 
     def _take_lessons(self) -> None:
         """Count new lessons, and offer a drafter to the engine if the weights have changed."""
@@ -312,9 +237,7 @@ class LiveLearner(ServingLearner):
             self.report(lesson, counts)
             self._watch(lesson)
         if self.online_drafter.drafter is not self._newest:
-            self._newest = self.online_drafter.drafter
-            self._updates += 1
-            self._built = self.online_drafter.drafter
+            self._newest = self._built = self.online_drafter.drafter
 
     @property
     def _who(self) -> str:
@@ -342,13 +265,14 @@ class LiveLearner(ServingLearner):
         counts.mat = {name: mat for name, n in named.items() if n in rounds and (mat := rounds[n].mat) is not None}
 
     def save(self) -> None:
+        """Write the newest weights to the disk, if they are not there yet."""
         self._count()
         self._saved_at = time.monotonic()
-        if self._updates == self._saved:
+        if self._saved is self._newest:
             return
         try:
             self.online_drafter.save(self.plan.place, self.plan.info)
-            self._saved = self._updates
+            self._saved = self._newest
         except (SpecctlError, OSError) as error:
             self.meter.fault("learner's copy")
             if not self._save_failed:
@@ -366,59 +290,6 @@ class LiveLearner(ServingLearner):
         progress.warn(f"{self._who} has failed and ends; serving goes on with the present drafter: {told}")
 
 
-@dataclass
-class DraftedPart:
-    """The part of a text that one drafter drafted: rounds, accepted tokens and verified positions."""
-
-    rounds: int = 0
-    accepted: int = 0
-    verified: int = 0
-
-    def add(self, counts: Counts) -> None:
-        """Count a round."""
-        self.rounds += 1
-        self.accepted += counts.accepted
-        self.verified += min(counts.accepted + 1, counts.depth)
-
-
-class PoolMember(LiveLearner):
-    """The learner of one head of a pool, with `arms`: the names under which the policy can choose it, alone or in a
-    hybrid."""
-
-    def __init__(
-        self,
-        online_drafter: BackgroundOnlineDrafter,
-        arms: Sequence[str],
-        plan: LearningPlan,
-        meter: Meter,
-        report: Callable[[Lesson, LearningCounts], None] = lambda lesson, counts: None,
-    ):
-        super().__init__(online_drafter, online_drafter.drafter, plan, meter, report)
-        self.arms = arms
-
-    def _put_in(self, engine: Engine, head: Drafter) -> None:
-        controller, self.drafter = engine.controller, head
-        assert isinstance(controller, GuardedController)
-        old = {arm: controller.drafter(arm) for arm in self.arms}
-        controller.selector.exchange({arm: with_head(drafter, head) for arm, drafter in old.items()})
-        engine.exchange(controller, [one for drafter in old.values() for one in dropped_with(drafter)])
-
-    def take_text(self, state: DecodeState, b: int, text: Any) -> None:
-        """Take in the finished text in slot b. Called in the engine's thread."""
-        try:
-            self.buffer.take_in(state, b, text)
-        except Exception as error:
-            self.fail(error)
-
-    def note_text(self, part: DraftedPart) -> None:
-        """Note the drafter's part of a text that has ended."""
-        self._ended.append((part.accepted, part.verified))
-
-    def note_own_round(self, counts: Counts) -> None:
-        """Count a round that the drafter drafted."""
-        self._count_round(counts)
-
-
 class FinishedTexts(ReplayBuffer):
     """Watches the texts of an engine, and calls `found` with each finished one; it has no room itself."""
 
@@ -430,36 +301,71 @@ class FinishedTexts(ReplayBuffer):
         self.found(state, b, text)
 
 
-class PoolLearner(ServingLearner):
-    """Lets every drafter of a pool that has weights learn from the texts of which it drafted most rounds.
-
-    A failure of one learner ends its learning alone.
+class ServingLearner:
+    """Learning beside an engine: the calls of the engine's thread, and a thread of its own, which hands texts to the
+    learners' process. Every drafter with weights learns from the texts of which it drafted most rounds.
 
     Args:
         members: the learners by name of their drafter, in one process.
     """
 
-    def __init__(self, members: Mapping[str, PoolMember], target: Target):
-        super().__init__()
+    def __init__(self, members: Mapping[str, HeadLearner], target: Target):
         self.members = dict(members)
         self._member_of = {arm: name for name, member in members.items() for arm in member.arms}
         self._texts = FinishedTexts(target, self._end_text)
-        self._arms: dict[str, str] = {}  # arm of the round that is observed next, by query
+        self._arms: dict[str, str] = {}  # drafter of the round that is observed next, by query
         self._rounds: Counter[str] = Counter()  # since the last step, by drafter
         self._played: Counter[str] = Counter()  # rounds in all, by drafter
         self._seconds = 0.0  # of steps without a round, since the last one with rounds
-        for member in members.values():
-            member._wake = self._wake
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="learning", daemon=True)
 
     @property
     def on(self) -> bool:
-        return any(member.on for member in self.members.values())
+        """Whether anything learns."""
+        return any(member.counts.on for member in self.members.values())
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and the learners' process, and save the newest weights. A lesson that runs is lost."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(30.0)
+        self._close()
+        for member in self.members.values():
+            member.save()
+
+    def _main(self) -> None:
+        try:
+            while self.on and not self._stopping.wait(POLL_S):
+                for name in sorted(self.members, key=lambda name: -self._played[name]):
+                    self._take_turn(self.members[name])
+        finally:
+            self._close()
+
+    def _take_turn(self, member: HeadLearner) -> None:
+        try:
+            if member.counts.on and not self._stopping.is_set():
+                member.take_turn()
+        except Exception as error:
+            if not self._stopping.is_set():  # `stop` may have ended the process
+                member.fail(error)
+
+    def _close(self) -> None:
+        for member in self.members.values():  # of one process
+            member.online_drafter.close()
 
     def note_round(self, query: str, drafter: str) -> None:
+        """Note which drafter drafted the round of a text that `observe` gets next. Called in the engine's thread, as
+        the next two methods."""
         if self.on:
             self._arms[query] = self._member_of.get(drafter, drafter)
 
     def observe(self, state: DecodeState, result: RoundResult) -> None:
+        """Take in the tokens of a round."""
         if not self.on:
             return
         try:
@@ -472,7 +378,7 @@ class PoolLearner(ServingLearner):
                 parts[b].setdefault(name, DraftedPart()).add(counts)
                 self._rounds[name] += 1
                 if name in self.members:
-                    self.members[name].note_own_round(counts)
+                    self.members[name].add_round(counts)
             self._texts.observe(state)
         except Exception as error:  # learning must not harm the round
             for member in self.members.values():
@@ -490,40 +396,23 @@ class PoolLearner(ServingLearner):
         parts = self._parts(state)[b]
         for name, part in parts.items():
             if name in self.members:
-                self.members[name].note_text(part)
-        first = max(parts, key=lambda name: parts[name].rounds, default="")
-        if first in self.members and self.members[first].on:
+                self.members[name].end_text(part)
+        first = max(parts, key=lambda name: parts[name].rounds, default=None)
+        if first in self.members and self.members[first].counts.on:
             self.members[first].take_text(state, b, text)
         parts.clear()  # an idle slot ends no text again
 
-    def after_step(self, engine: Engine, events: list[Event], seconds: float) -> None:
+    def after_step(self, engine: Engine, seconds: float) -> None:
+        """Hand over texts, and exchange drafters that have new weights."""
         self._seconds += seconds
         total = self._rounds.total()
         shared = self._seconds / total if total else 0.0
         for name, member in self.members.items():
-            member.after_step(engine, [], shared * self._rounds[name])
+            member.after_step(engine, shared * self._rounds[name])
         if total:
             self._played += self._rounds
             self._rounds.clear()
             self._seconds = 0.0
-
-    def take_turn(self) -> None:
-        for name in sorted(self.members, key=lambda name: -self._played[name]):
-            if self.members[name].on and not self._stopping:
-                self.members[name].take_turn()
-
-    def stop(self) -> None:
-        for member in self.members.values():
-            member._stopping = True
-        super().stop()
-
-    def close(self) -> None:
-        for member in self.members.values():  # of one process
-            member.close()
-
-    def save(self) -> None:
-        for member in self.members.values():
-            member.save()
 
 
 def with_head(present: Drafter, head: Drafter) -> Drafter:

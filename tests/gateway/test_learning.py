@@ -1,6 +1,7 @@
 """A drafter that learns while serving changes no text, fails alone, and saves its weights."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from specctl.drafters import checkpoint, pool
 from specctl.errors import SpecctlError
 from specctl.gateway.app import make_app
 from specctl.gateway.engine_thread import EngineThread
-from specctl.gateway.learning import LearningPlan, LiveLearner
+from specctl.gateway.learning import HeadLearner, LearningPlan, ServingLearner
 from specctl.gateway.metrics import Meter
 from specctl.gateway.own_engine import Offer, OwnEngine
 from specctl.recipe import LimitsRecipe, ServeRecipe
@@ -41,23 +42,23 @@ class Pupil(OnlineDrafter):
         self.closed = True
 
 
-class RestlessLearner(LiveLearner):
+class RestlessLearner(HeadLearner):
     """A learner that replaces the drafter after every second step by a copy disturbed by `noise`."""
 
     noise, steps, exchanged_while_busy = 0.0, 0, 0
 
-    def after_step(self, engine, events, seconds):
+    def after_step(self, engine, seconds):
         self.steps += 1
         if self.steps % 2 == 0 and engine.texts:
             w = self.online_drafter.played()
             torch.manual_seed(self.steps)
             head = self.online_drafter.drafter_of(w + self.noise * w.std() * torch.randn_like(w))
-            old, self.exchanged_while_busy = self.drafter, self.exchanged_while_busy + 1
+            old, self.exchanged_while_busy = engine.controller.drafter, self.exchanged_while_busy + 1
             self._built = head
-            super().after_step(engine, events, seconds)
-            assert old not in engine.state.memory and self.drafter is not old
+            super().after_step(engine, seconds)
+            assert old not in engine.state.memory and engine.controller.drafter is not old
         else:
-            super().after_step(engine, events, seconds)
+            super().after_step(engine, seconds)
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +74,10 @@ def copy(tmp_path_factory, tiny):
 
 @pytest.fixture
 def learning(tmp_path, tiny):
-    """Return `make(drafter, kind, **learn)`, which gives (gateway, learner); both end with the test."""
+    """Return `make(drafter, kind, **learn)`, which gives (gateway, its only learner); both end with the test."""
     made = []
 
-    def make(drafter, kind=LiveLearner, start=True, **learn):
+    def make(drafter, kind=HeadLearner, start=True, **learn):
         learn = {"chunk": 4, "save_s": 1e-3, "learner": {"budget": None, "holdout": 0}} | learn
         served = {"enabled": True, **learn}
         target = {"name": tiny.name, "dtype": "fp32", "device": "cpu"}
@@ -89,16 +90,17 @@ def learning(tmp_path, tiny):
             Engine(tiny, Fixed.of(loaded), EngineOptions(slots=8, keeps_hidden=True)), meter, "drafter"
         )
         plan = LearningPlan(recipe.learn.chunk, recipe.learn.longest, tmp_path / "learnt", recipe.learn.save_s, {})
-        thread.learner = kind(pupil, loaded, plan, meter)
+        member = kind(pupil, ["drafter"], plan, meter)
+        thread.learner = ServingLearner({"": member}, tiny)
         made.append(_gateway(thread))
         if start:
             thread.learner.start()
-        return made[-1], thread.learner
+        return made[-1], member
 
     yield make
     for gateway in made:
         gateway.thread.stop()
-        gateway.thread.learner._stopping = True
+        gateway.thread.learner.stop()
 
 
 def _path(text):
@@ -176,10 +178,11 @@ def test_the_drafter_learns_while_serving_and_restarts_from_its_copy(tmp_path, t
     assert texts_of(gateway) == expected
     assert learner.counts.version >= 1 and learner.counts.texts >= 8 and gateway.metric("specctl:learning") == 1
     gateway.thread.stop()
-    learner.stop()
+    gateway.thread.learner.stop()
     assert learner.online_drafter.closed
     again, _ = learning(tmp_path / "learnt", start=False)
-    assert torch.equal(again.thread.learner.online_drafter.played(), learner.online_drafter.played())
+    (copied,) = again.thread.learner.members.values()
+    assert torch.equal(copied.online_drafter.played(), learner.online_drafter.played())
     before = checkpoint.load(start).tensors
     assert any(
         not torch.equal(value, before[name]) for name, value in checkpoint.load(tmp_path / "learnt").tensors.items()
@@ -216,9 +219,11 @@ def test_a_failing_learner_stops_only_the_learning(tmp_path, tiny, learning, mon
     def fail(*_, **__):
         raise ValueError("Name a colour.")
 
-    owner = {"observe": learner.buffer, "exchange": gateway.thread.engine}.get(method, learner.online_drafter)
+    owner = {"observe": gateway.thread.learner._texts, "exchange": gateway.thread.engine}.get(
+        method, learner.online_drafter
+    )
     monkeypatch.setattr(owner, method, fail)
-    learner.start()
+    gateway.thread.learner.start()
     expected = plain(tiny, GREEDY)
     for _ in range(3):
         assert texts_of(gateway) == expected
@@ -242,7 +247,6 @@ def test_a_harmful_update_is_rolled_back(tiny, copy, learning, capsys):
     for _ in range(12):
         assert texts_of(gateway) == expected
         wait_for(lambda: learner._handed is None)
-        wait_for(lambda: not learner._wake.is_set())
         if learner.counts.rollbacks:
             break
     assert learner.counts.rollbacks >= 1 and "was taken back" in capsys.readouterr().err
@@ -256,7 +260,7 @@ def test_repeated_harmful_lessons_end_the_learning(tmp_path, tiny, learning, mon
     monkeypatch.setattr(
         learner.online_drafter.objective, "_run", lambda *a: (torch.nan * vector(*a)[0], *vector(*a)[1:])
     )
-    learner.start()
+    gateway.thread.learner.start()
     for _ in range(8):
         texts_of(gateway)
         wait_for(lambda: learner._handed is None or not learner.counts.on)
@@ -270,7 +274,7 @@ def test_long_and_many_texts_do_not_fill_the_memory(tmp_path, tiny, learning):
     gateway, learner = learning(write_head(tmp_path / "head", tiny, "eagle3"), start=False, longest=30, chunk=10**6)
     texts_of(gateway, GREEDY)
     assert not learner.buffer.texts and learner.buffer.dropped == len(QUESTIONS)
-    learner.buffer.longest = 2048
+    learner.plan = replace(learner.plan, longest=2048)
     texts_of(gateway, GREEDY)
     assert len(learner.buffer.texts) == len(QUESTIONS)
     learner.buffer.max_bytes = 2 * learner.buffer.bytes // len(QUESTIONS)
@@ -288,7 +292,7 @@ def test_a_full_disk_only_prevents_saving(tmp_path, tiny, learning, monkeypatch,
         raise SpecctlError("the disk is full")
 
     monkeypatch.setattr(learner.online_drafter, "save", full)
-    learner.start()
+    gateway.thread.learner.start()
     for _ in range(2):
         texts_of(gateway)
         wait_for(lambda: learner._handed is None)

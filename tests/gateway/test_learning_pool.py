@@ -11,7 +11,7 @@ from specctl.commands.serve import load_drafters, make_thread
 from specctl.commands.serve_learning import learning_from, online_recipe
 from specctl.decoding.records import Counts, Label, RoundResult
 from specctl.drafters import checkpoint
-from specctl.gateway.learning import BackgroundOnlineDrafter, LearningPlan, PoolLearner, PoolMember
+from specctl.gateway.learning import BackgroundOnlineDrafter, HeadLearner, LearningPlan, ServingLearner
 from specctl.gateway.metrics import Meter
 from specctl.recipe import ServeRecipe
 from specctl.runs import Run
@@ -61,8 +61,8 @@ def learning(tmp_path, tiny):
                 {},
             )
             plan = LearningPlan(*options, place.name)
-            members[place.name] = PoolMember(pupil, [arms[path] for path in paths], plan, meter)
-        thread.learner = PoolLearner(members, tiny)
+            members[place.name] = HeadLearner(pupil, [arms[path] for path in paths], plan, meter)
+        thread.learner = ServingLearner(members, tiny)
         made.append(_gateway(thread))
         if start:
             thread.learner.start()
@@ -124,13 +124,13 @@ def test_new_weights_of_one_drafter_change_no_other_drafter_and_no_text(tiny, he
     untouched, hybrid = controller.drafter("hydra"), controller.drafter("eagle3+lookup")
     kept, step, exchanged = other.online_drafter.played().clone(), learner.after_step, []
 
-    def restless(engine, events, seconds):
+    def restless(engine, seconds):
         if engine.texts:
             w = first.online_drafter.played()
             torch.manual_seed(len(exchanged))
             first._built = first.online_drafter.drafter_of(w + 0.5 * w.std() * torch.randn_like(w))
             exchanged.append(first._built)
-        step(engine, events, seconds)
+        step(engine, seconds)
         if engine.texts:
             assert controller.drafter("eagle3") is exchanged[-1] is controller.drafter("eagle3+lookup").head
 
@@ -191,28 +191,26 @@ def test_the_engine_gets_a_new_drafter_object_for_every_version(tiny, heads, mon
 class Member(SimpleNamespace):
     """A fake member that records its calls."""
 
-    on = True
-
-    def __init__(self, arms):
-        super().__init__(arms=arms, texts=[], rounds=0, parts=[], seconds=0.0, turns=0)
+    def __init__(self, arms, on=True):
+        super().__init__(arms=arms, texts=[], rounds=0, parts=[], seconds=0.0, counts=SimpleNamespace(on=on))
 
     def take_text(self, state, b, text):
         self.texts.append(state.rows[b].request.label.query)
 
-    def note_text(self, part):
+    def end_text(self, part):
         self.parts.append((part.accepted, part.verified))
 
-    def note_own_round(self, counts):
+    def add_round(self, counts):
         self.rounds += 1
 
-    def after_step(self, engine, events, seconds):
+    def after_step(self, engine, seconds):
         self.seconds += seconds
 
 
 def test_a_text_teaches_the_drafter_of_most_of_its_rounds(tiny):
     """Time and acceptance are shared by rounds, so that all learners together get the time of a single learner."""
     heads = {"a": Member(["a", "a+lookup"]), "b": Member(["b"])}
-    learner = PoolLearner(heads, tiny)
+    learner = ServingLearner(heads, tiny)
     requests = [SimpleNamespace(label=Label(query)) for query in "01"]
     rows = [SimpleNamespace(request=one, ids=[0] * 5, prompt_length=3, rejections=0, stop=None) for one in requests]
     state = SimpleNamespace(rows=rows, batch=2, memory={})
@@ -222,7 +220,7 @@ def test_a_text_teaches_the_drafter_of_most_of_its_rounds(tiny):
             learner.note_round(row.request.label.query, arm)
             row.ids, row.stop = [*row.ids, 1, 1], stop
         learner.observe(state, RoundResult({0: Counts(2, 1, 4, True), 1: Counts(2, 1, 1, True)}, 0.1))
-        learner.after_step(None, [], 6.0)
+        learner.after_step(None, 6.0)
     assert heads["a"].texts == ["0"] and heads["b"].texts == []
     assert (heads["a"].rounds, heads["b"].rounds) == (2, 2)
     assert (heads["a"].parts, heads["b"].parts) == ([(2, 4)], [(1, 2), (1, 1)])
@@ -232,8 +230,7 @@ def test_a_text_teaches_the_drafter_of_most_of_its_rounds(tiny):
 
 def test_nothing_is_recorded_after_all_learners_have_ended(tiny):
     """The memory of a server used to grow with every text."""
-    learner = PoolLearner({"a": Member(["a"])}, tiny)
-    learner.members["a"].on = False
+    learner = ServingLearner({"a": Member(["a"], on=False)}, tiny)
     learner.note_round("0", "a")
     learner.observe(None, None)
     assert not learner._arms
