@@ -28,10 +28,9 @@ from specctl.gateway.app import make_app
 from specctl.gateway.choosing import controller_for
 from specctl.gateway.engine_thread import EngineThread
 from specctl.gateway.faults import where
-from specctl.gateway.metrics import Meter
+from specctl.gateway.metrics import GatewayWork, Meter
 from specctl.gateway.own_engine import Offer, OwnEngine
 from specctl.gateway.proxy_process import ProxyOptions
-from specctl.gateway.running_engines import EngineWork
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
 from specctl.selection.arms import learners_of, load_pool, named, pool_paths, trained_on
@@ -153,8 +152,8 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
         thread.stop()
         if failures:
             raise SpecctlError(f"the engine has failed: {where(failures[0])}", "start it again") from failures[0]
-    result = result_of(recipe, meter, None, time.monotonic() - began)
-    return with_learning(result, learning())
+    work = GatewayWork(meter.drafters, meter.certificate)
+    return with_learning(result_of(recipe, name, work, time.monotonic() - began), learning())
 
 
 def serve_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> ServeResult:
@@ -163,14 +162,11 @@ def serve_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> ServeRes
     Raises UsageError, EngineError, CheckpointError as `answer_by_engines` and `learn_from_engines` do.
     """
     if not recipe.learn.enabled:
-        return result_of(recipe, *answer_by_engines(recipe, run, key))
+        work, seconds = answer_by_engines(recipe, run, key)
+        return result_of(recipe, str(run.target), work, seconds)
     began = time.monotonic()
     found, work = learn_from_engines(recipe, run, ProxyOptions(recipe.limits, key, onward_key(recipe, key)))
-    meter = Meter(str(run.target))
-    if work is not None:
-        meter.drafters, meter.certificate = work.servers, work.certificate
-    result = result_of(recipe, meter, work.engines if work else None, time.monotonic() - began)
-    return with_learning(result, found)
+    return with_learning(result_of(recipe, str(run.target), work, time.monotonic() - began), found)
 
 
 def with_learning(result: ServeResult, learnt: Mapping[str, LearningSummary]) -> ServeResult:
@@ -234,9 +230,9 @@ def make_thread(
     return thread
 
 
-def result_of(recipe: ServeRecipe, meter: Meter, work: EngineWork | None, seconds: float) -> ServeResult:
-    """The result document. `work`: of running engines, or None."""
-    texts = sum(one.texts for one in meter.drafters.values())
+def result_of(recipe: ServeRecipe, model: str, work: GatewayWork, seconds: float) -> ServeResult:
+    """The result document."""
+    texts = sum(one.texts for one in work.drafters.values())
     rows = [
         ServedDrafter(
             name,
@@ -246,25 +242,25 @@ def result_of(recipe: ServeRecipe, meter: Meter, work: EngineWork | None, second
             one.accepted,
             one.mat,
             one.texts / texts if texts else None,
-            *((work.engines[name], work.failures[name], work.broken[name]) if work else ()),
+            work.engines.get(name),
+            work.failures.get(name),
+            work.broken.get(name),
         )
-        for name, one in meter.drafters.items()
+        for name, one in work.drafters.items()
     ]
     rounds, tokens = sum(row.rounds for row in rows), sum(row.tokens for row in rows)
     by_servers = len(recipe.server.urls) > 1 and not recipe.learn.enabled  # they may all learn one drafter
-    choose = recipe.choose if recipe.chooses or by_servers else None
-    mat = tokens / rounds if rounds else None
-    made = meter.certificate
-    notes = serve_notes(by_passes=work is not None)
+    made = work.certificate
+    notes = serve_notes(by_passes=bool(work.engines))
     return ServeResult(
-        meter.model,
-        choose,
+        model,
+        recipe.choose if recipe.chooses or by_servers else None,
         tokens,
-        mat,
+        tokens / rounds if rounds else None,
         seconds,
         rows,
         texts,
-        work.decide_us_p50 if work else None,
+        work.decide_us_p50,
         speed_at_least=None if made is None else made.at_least,
         at_least=None if made is None else explanation(made.texts, *notes, most=made.most),
     )

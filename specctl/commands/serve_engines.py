@@ -10,8 +10,8 @@ from specctl import progress
 from specctl.decoding.target_text import load_target_text
 from specctl.engines.client import Client
 from specctl.gateway import server, traffic_log
-from specctl.gateway.metrics import Meter
-from specctl.gateway.running_engines import EngineWork, RunningEngines, engines_app
+from specctl.gateway.metrics import GatewayWork, Meter
+from specctl.gateway.running_engines import RunningEngines, engines_app
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
 from specctl.selection import dispatch
@@ -27,8 +27,8 @@ def onward_key(recipe: ServeRecipe, key: str | None) -> str | None:
     return None if key is None else os.environ.get(recipe.server.api_key_env, "")
 
 
-def answer_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> tuple[Meter, EngineWork, float]:
-    """Answer until a signal comes. Returns the counts, by address of the engine, and the seconds.
+def answer_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> tuple[GatewayWork, float]:
+    """Answer until a signal comes. Returns the work of the engines, and the seconds.
 
     `key`: API key that clients must send, or None.
 
@@ -62,4 +62,4 @@ def answer_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> tuple[M
         seconds = time.monotonic() - began
         traffic_log.close(log)
     work = backend.work()
-    return meter, replace(work, engines=dict(zip(work.engines, versions, strict=True))), seconds
+    return replace(work, engines=dict(zip(work.engines, versions, strict=True))), seconds

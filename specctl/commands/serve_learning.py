@@ -20,8 +20,8 @@ from specctl.drafters import checkpoint, names, pool
 from specctl.errors import Interrupted
 from specctl.gateway.engine_thread import EngineThread
 from specctl.gateway.learning import BackgroundOnlineDrafter, HeadLearner, LearningPlan, ServingLearner
-from specctl.gateway.metrics import LearningCounts
-from specctl.gateway.proxy_process import ProxyOptions, ProxyWork, ServerPolicy
+from specctl.gateway.metrics import GatewayWork, LearningCounts
+from specctl.gateway.proxy_process import ProxyOptions
 from specctl.recipe import LearnFromServerRecipe, OnlineRecipe, StreamRecipe
 from specctl.recipe.learn_from_server import TrafficRecipe
 from specctl.recipe.serve import ServeRecipe
@@ -166,25 +166,25 @@ def lesson_values(lesson: Lesson, counts: LearningCounts) -> dict[str, float]:
 
 def learn_from_engines(
     recipe: ServeRecipe, run: Run, guard: ProxyOptions
-) -> tuple[dict[str, LearningSummary], ProxyWork | None]:
+) -> tuple[dict[str, LearningSummary], GatewayWork]:
     """Serve by running engines, and learn from their texts until SIGINT or SIGTERM: `learn-from-server` with a proxy.
     Returns the summaries by address of the server, or one under an empty name if all servers have one drafter; and the
-    counts of the proxy, None if its process was killed.
+    work of the proxy, which is empty if its process was killed.
 
     Raises the errors of `learn_from_server`.
     """
     learners: dict[str, LearningServer] = {}
     counts = LearningCounts()
-    ended: list[ProxyWork] = []
+    ended: list[GatewayWork] = []
     guard = replace(guard, on_end=ended.append)
     with suppress(Interrupted, KeyboardInterrupt):  # the normal end
         if recipe.chooses:
-            guard = replace(guard, policy=ServerPolicy(recipe.choose, recipe.policy, recipe.seed))
+            guard = replace(guard, policy=(recipe.choose, recipe.policy, recipe.seed))
             learn_from_servers(recipe.server, server_recipes(recipe), run, guard, learners)
         else:
             learn_from_server(server_recipe(recipe, recipe.drafters[0], recipe.server), run, guard=guard, counts=counts)
     progress.interrupts.reset()
-    work = ended[0] if ended else None
+    work = ended[0] if ended else GatewayWork({})
     if recipe.chooses:
         return {name: LearningSummary.of(one.counts, one.learner.place) for name, one in learners.items()}, work
     return {"": LearningSummary.of(counts, run.dir / SERVED_DIR)}, work

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -98,14 +97,26 @@ class LearningCounts:
     serve_s: float = 0.0
     mat: dict[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """The counts as JSON-able values."""
-        return dict(vars(self))
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> LearningCounts:
-        """Read the counts of `to_json`."""
-        return cls(**{**values, "lessons": Counts(values["lessons"])})
+@dataclass(frozen=True)
+class GatewayWork:
+    """Work of a gateway from its start to its end.
+
+    Attributes:
+        drafters: counts by name of the drafter, or by address of the server.
+        certificate: lower bound of the speed, or None if no policy chose.
+        engines: name of every engine, with its version where that is known, by address; empty without engines.
+        failures: requests that an engine did not answer; another engine answered them if there was one.
+        broken: streams that an engine broke off after their first event.
+        decide_us_p50: median microseconds to choose a server, or None if no server was chosen.
+    """
+
+    drafters: dict[str, DrafterCounts]
+    certificate: Certificate | None = None
+    engines: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    broken: Mapping[str, int] = field(default_factory=dict)
+    decide_us_p50: float | None = None
 
 
 class Meter:

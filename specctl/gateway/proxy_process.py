@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import socket
 import subprocess
 import sys
@@ -12,58 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from specctl.errors import SpecctlError
 from specctl.gateway import server, traffic_log
-from specctl.gateway.metrics import DrafterCounts, LearningCounts, Meter
-from specctl.gateway.running_engines import EngineWork, RunningEngines, engines_app
+from specctl.gateway.metrics import GatewayWork, LearningCounts, Meter
+from specctl.gateway.running_engines import RunningEngines, engines_app
 from specctl.recipe.select import PolicyRecipe
 from specctl.recipe.serve import LimitsRecipe
-from specctl.selection.certificate import Certificate
 
 SECONDS_TO_END = 5.0  # beyond the time for requests in flight
-
-
-@dataclass(frozen=True)
-class ServerPolicy:
-    """The policy that chooses a server for every text: its name, the constants of policies, and the seed of its
-    draws."""
-
-    name: str
-    options: PolicyRecipe
-    seed: int
-
-
-@dataclass(frozen=True)
-class ProxyWork:
-    """Counts of a gateway at its end: of its meter, and of its engines.
-
-    Attributes:
-        servers: counts by address of the server.
-        certificate: lower bound of the speed, or None if no policy chose.
-    """
-
-    servers: dict[str, DrafterCounts]
-    certificate: Certificate | None
-    engines: EngineWork
-
-    def to_json(self) -> dict[str, Any]:
-        """The counts as JSON-able values."""
-        made = self.certificate
-        bound = None if made is None else vars(made) | {"log_capital": made.log_capital.tolist()}
-        servers = {name: vars(counts) for name, counts in self.servers.items()}
-        return {"servers": servers, "certificate": bound, "engines": vars(self.engines)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> ProxyWork:
-        """Read the counts of `to_json`."""
-        bound = values["certificate"]
-        return cls(
-            {name: DrafterCounts(**counts) for name, counts in values["servers"].items()},
-            None if bound is None else Certificate(**bound | {"log_capital": np.array(bound["log_capital"])}),
-            EngineWork(**values["engines"]),
-        )
 
 
 @dataclass(frozen=True)
@@ -73,15 +29,15 @@ class ProxyOptions:
     Attributes:
         key: API key that clients must send, or None.
         onward: API key for the engines, in the place of the client's, or None to pass that on.
-        policy: policy that chooses a server, or None for the least busy one.
+        policy: name, constants and seed of the policy that chooses a server, or None for the least busy one.
         on_end: called with the counts after the gateway's end, unless its process was killed.
     """
 
     limits: LimitsRecipe = field(default_factory=LimitsRecipe)
     key: str | None = None
     onward: str | None = None
-    policy: ServerPolicy | None = None
-    on_end: Callable[[ProxyWork], None] = lambda work: None
+    policy: tuple[str, PolicyRecipe, int] | None = None
+    on_end: Callable[[GatewayWork], None] = lambda work: None
 
 
 DEFAULT_OPTIONS = ProxyOptions()
@@ -101,15 +57,9 @@ class GatewayProcess:
             )
 
     def show(self, counts: Mapping[str, LearningCounts]) -> None:
-        """Show these counts, by name of the drafter, on its page and its metrics."""
-        self.tell({name: one.to_json() for name, one in counts.items()})
-
-    def tell(self, document: Any) -> None:
-        """Send a line. Does nothing if the process has ended."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(document).encode() + b"\n")
-            self._process.stdin.flush()
+        """Show these counts, by name of the drafter, on its page and its metrics. Does nothing if the process has
+        ended."""
+        _send(self._process, {**counts})
 
 
 @contextmanager
@@ -143,13 +93,10 @@ def running(
             start_new_session=True,  # Ctrl-C is for the learning process
         )
         # Send the settings over stdin: all users can read a process's arguments, and addresses may hold passwords.
-        gateway = GatewayProcess(process, address)
-        chosen = options.policy
-        policy = None if chosen is None else [chosen.name, chosen.options.model_dump(), chosen.seed]
-        guard = [options.limits.model_dump(), options.key, options.onward, policy]
-        gateway.tell([place.fileno(), servers, str(log), max_bytes, *guard])
+        guard = options.limits, options.key, options.onward, options.policy
+        _send(process, (place.fileno(), servers, log, max_bytes, *guard))
     try:
-        yield gateway
+        yield GatewayProcess(process, address)
     finally:
         assert process.stdin is not None
         with suppress(BrokenPipeError):
@@ -161,28 +108,35 @@ def running(
             process.kill()
             said, _ = process.communicate()
         if said:
-            options.on_end(ProxyWork.from_json(json.loads(said)))
+            options.on_end(pickle.loads(said))
+
+
+def _send(process: subprocess.Popen[bytes], message: Any) -> None:
+    """Send an object to the process, unless it has ended."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        pickle.dump(message, process.stdin)
+        process.stdin.flush()
 
 
 def main() -> None:
     """Serve until stdin ends, which happens when the parent process ends."""
-    descriptor, servers, log, max_bytes, limits, key, onward, policy = json.loads(sys.stdin.buffer.readline())
+    descriptor, servers, log, max_bytes, limits, key, onward, policy = pickle.load(sys.stdin.buffer)
     meter, dispatch = Meter("engines"), None
     if policy is not None:
         from specctl.selection.dispatch import Dispatcher  # imports torch, which takes seconds
 
-        name, options, seed = policy
-        dispatch = Dispatcher([*servers], name, PolicyRecipe(**options), seed)
-    backend = RunningEngines(servers, meter, traffic_log.opened(Path(log), max_bytes), dispatch, onward)
-    app = engines_app(backend, LimitsRecipe(**limits), key)
+        dispatch = Dispatcher([*servers], *policy)
+    backend = RunningEngines(servers, meter, traffic_log.opened(log, max_bytes), dispatch, onward)
+    app = engines_app(backend, limits, key)
 
     def follow() -> None:
-        for line in sys.stdin.buffer:
-            meter.learning = {name: LearningCounts.from_json(one) for name, one in json.loads(line).items()}
+        with suppress(EOFError):
+            while True:
+                meter.learning = pickle.load(sys.stdin.buffer)
 
     server.run(app, socket.socket(fileno=descriptor), server.stop_after(follow))
-    engines = backend.work()
-    print(json.dumps(ProxyWork(meter.drafters, meter.certificate, engines).to_json()))
+    sys.stdout.buffer.write(pickle.dumps(backend.work()))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from specctl.gateway.app import TEXT_PATHS, make_app
 from specctl.gateway.engine_http import EngineHttp, NotConnected, passed_on
 from specctl.gateway.faults import where
 from specctl.gateway.limits import Guard
-from specctl.gateway.metrics import Meter
+from specctl.gateway.metrics import GatewayWork, Meter
 from specctl.gateway.openai_errors import ApiError
 from specctl.gateway.sse import EventResponse, event
 from specctl.recipe.serve import LimitsRecipe
@@ -49,23 +49,6 @@ LEARN_AFTER_S = 0.005  # after the answer, which should be on its way then
 LEARN_SHARE = 20  # pause between two times of learning, as a multiple of the time that it took
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 MEDIAN_WINDOW = 10_000  # latest decisions that the median is taken over
-
-
-@dataclass(frozen=True)
-class EngineWork:
-    """Facts about the running engines of a gateway, by address, which the meter does not count.
-
-    Attributes:
-        engines: name of every engine, with its version where that is known.
-        failures: requests that an engine did not answer; another engine answered them if there was one.
-        broken: streams that an engine broke off after their first event.
-        decide_us_p50: median microseconds of a choice, or None without a choice.
-    """
-
-    engines: dict[str, str]
-    failures: dict[str, int]
-    broken: dict[str, int]
-    decide_us_p50: float | None
 
 
 @dataclass(frozen=True)
@@ -164,11 +147,13 @@ class RunningEngines:
     async def close(self) -> None:
         await self.http.close()
 
-    def work(self) -> EngineWork:
-        """The facts about the engines. The meter then has a row for every server, also for one without a text."""
+    def work(self) -> GatewayWork:
+        """The work up to now. The meter then has a row for every server, also for one without a text."""
         for name in self.names.values():
             self.meter.drafter(name)
-        return EngineWork(
+        return GatewayWork(
+            self.meter.drafters,
+            self.meter.certificate,
             {self.names[url]: kind for url, kind in self.servers.items()},
             {self.names[url]: count for url, count in self.failures.items()},
             {self.names[url]: count for url, count in self.broken.items()},
