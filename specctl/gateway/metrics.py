@@ -119,7 +119,7 @@ class GatewayWork:
     decide_us_p50: float | None = None
 
 
-class Meter:
+class Meter(Collector):
     """Everything that the gateway counts. One thread writes each counter; any thread may read them.
 
     Attributes:
@@ -135,9 +135,7 @@ class Meter:
         self.drafters: dict[str, DrafterCounts] = {}
         self.learning: dict[str, LearningCounts] = {}
         self.registry = CollectorRegistry()
-        self.registry.register(_DrafterCollector(self))
-        self.registry.register(_LearningCollector(self))
-        self.registry.register(_CertificateCollector(self))
+        self.registry.register(self)
         label = ("model_name",)
         self._finished = self._counter("vllm:request_success", "Finished texts.", "finished_reason")
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens.").labels(model)
@@ -198,15 +196,15 @@ class Meter:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-
-class _DrafterCollector(Collector):
-    """Metrics made of `Meter.drafters` when they are read."""
-
-    def __init__(self, meter: Meter):
-        self.meter = meter
-
     def collect(self) -> Iterator[Metric]:
-        counts, model = dict(self.meter.drafters), self.meter.model
+        """The metrics that are made when the page is read."""
+        yield from self._drafts()
+        yield from self._lessons()
+        yield from self._bound()
+
+    def _drafts(self) -> Iterator[Metric]:
+        """Metrics of `drafters`."""
+        counts, model = dict(self.drafters), self.model
         total = DrafterCounts()
         for one in counts.values():
             total.add_text(one.rounds, one.tokens, one.drafted, one.accepted, one.accepted_at)
@@ -236,15 +234,9 @@ class _DrafterCollector(Collector):
                 made.add_metric((drafter,), getattr(one, name))
             yield made
 
-
-class _CertificateCollector(Collector):
-    """Metrics made of `Meter.certificate` when they are read: without samples while there is no bound."""
-
-    def __init__(self, meter: Meter):
-        self.meter = meter
-
-    def collect(self) -> Iterator[Metric]:
-        made = self.meter.certificate
+    def _bound(self) -> Iterator[Metric]:
+        """Metrics of `certificate`: without samples while there is no bound."""
+        made = self.certificate
         bound = GaugeMetricFamily(
             "specctl:speed_at_least", f"Speed over plain decoding: at least, with {LEVEL:.0%} confidence at any time."
         )
@@ -255,16 +247,10 @@ class _CertificateCollector(Collector):
                 bound.add_metric((), least)
         yield from (bound, texts)
 
-
-class _LearningCollector(Collector):
-    """Metrics made of `Meter.learning` when they are read: without samples if no drafter learns. They have the label
-    `drafter` where a policy chooses among several."""
-
-    def __init__(self, meter: Meter):
-        self.meter = meter
-
-    def collect(self) -> Iterator[Metric]:
-        counts = dict(self.meter.learning)
+    def _lessons(self) -> Iterator[Metric]:
+        """Metrics of `learning`: without samples if no drafter learns. They have the label `drafter` where a policy
+        chooses among several."""
+        counts = dict(self.learning)
         labels = ("drafter",) if any(counts) else ()
         on = GaugeMetricFamily("specctl:learning", "Whether the drafter learns; 0 after a failure.", labels=labels)
         version = GaugeMetricFamily("specctl:learning_version", "Number of the weights that draft now.", labels=labels)
