@@ -33,13 +33,6 @@ class PrivateLog(RotatingFileHandler):
             raise
         return cast(TextIOWrapper, file)
 
-    def shouldRollover(self, record: logging.LogRecord) -> bool:
-        """Whether the record would make the file too long. Logging's own method also asks for the kind of the file,
-        which `_open` has checked."""
-        if self.stream is None:
-            self.stream = self._open()
-        return self.stream.tell() + len(self.format(record)) + 1 >= self.maxBytes
-
     def format(self, record: logging.LogRecord) -> str:
         """The line of a record. After a failed write it starts with a newline: half a line may have been written."""
         return "\n" * self.refused + super().format(record)
@@ -53,18 +46,11 @@ class PrivateLog(RotatingFileHandler):
         self.refused = True
 
 
-class _Log(logging.Logger):
-    """Logger that does not search the stack for its caller, which no line names."""
-
-    def findCaller(self, stack_info: bool = False, stacklevel: int = 1) -> tuple[str, int, str, None]:
-        return "", 0, "", None
-
-
 def opened(path: Path, max_bytes: int) -> logging.Logger:
     """Open the log. When it grows beyond `max_bytes`, it is renamed to PATH.1 and a new file begins."""
     handler = PrivateLog(path, maxBytes=max_bytes, backupCount=1)
     handler.setFormatter(logging.Formatter("%(message)s"))
-    log = _Log("traffic")
+    log = logging.Logger("traffic")
     log.addHandler(handler)
     return log
 
