@@ -52,7 +52,7 @@ def answer_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> tuple[G
         meter, log = Meter(str(run.target)), traffic_log.opened(run.dir / REQUESTS, MAX_LOG_BYTES)
         chooser = Dispatcher([*kinds], recipe.choose, recipe.policy, recipe.seed) if chooses else None
         backend = RunningEngines(kinds, meter, dispatch=chooser, key=onward_key(recipe, key))
-        backend.on_text = lambda text: log.info(json.dumps({"time": time.time()} | vars(text)))
+        backend.on_text = lambda text: log.info(json.dumps({"time": time.time()} | text))
         how = f", choosing by {recipe.choose}" if chooses else ""
         progress.log(f"serving {run.target} at {address} by {', '.join(kinds)}{how}; Ctrl-C ends it")
         began = time.monotonic()

@@ -86,6 +86,18 @@ class TextCounts:
     drafting: DraftCounters | None
 
 
+@dataclass(frozen=True)
+class ServerChoice:
+    """Addresses of servers to try for a request, in order, until one answers.
+
+    Attributes:
+        decide_us: microseconds of the choice, or None if nothing was chosen.
+    """
+
+    order: Sequence[str]
+    decide_us: float | None = None
+
+
 def text_counts(engine: str, path: str, said: Mapping[str, Any]) -> TextCounts | None:
     """Counters in an answer, or in the fields of a stream that `counters` collected.
 

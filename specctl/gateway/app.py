@@ -1,7 +1,8 @@
 """The gateway as an ASGI application: its paths and methods, by name."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -10,8 +11,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from specctl.gateway.backend import Backend
 from specctl.gateway.limits import Guard
+from specctl.gateway.metrics import Meter
 from specctl.gateway.openai_errors import ApiError
 from specctl.recipe.serve import LimitsRecipe
 
@@ -21,7 +22,23 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 TEXT_PATHS = ("/v1/chat/completions", "/v1/completions")
 MODEL_PATHS = ("/v1/models", "/v1/models/{name:path}")
 
-Handler = Callable[[Request], Awaitable[Response]]
+
+class Backend(Protocol):
+    """An engine in this process, or running engines. Raises `ApiError` for a request that it refuses."""
+
+    meter: Meter
+
+    async def texts(self, request: Request, body: bytes) -> Response:
+        """Answer a request for texts: a chat, or completions."""
+
+    async def other(self, request: Request) -> Response:
+        """Answer a GET request that changes nothing, such as the list of models."""
+
+    def healthy(self) -> bool:
+        """Whether requests for texts can be answered."""
+
+    async def close(self) -> None:
+        """Free what it holds. No request is in flight."""
 
 
 def make_app(

@@ -23,7 +23,7 @@ from specctl.gateway.metrics import Meter
 from specctl.gateway.openai_answers import AnswerFormat, PartialAnswer, Usage
 from specctl.gateway.openai_errors import ApiError
 from specctl.gateway.openai_requests import ChatRequest, CompletionRequest, TextsRequest
-from specctl.gateway.sse import DONE, EventResponse, event
+from specctl.gateway.sse import DONE, EventResponse, begun, event
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BUSY_S = 1  # seconds after which a client that was refused may try again
@@ -86,9 +86,8 @@ class OwnEngine:
         for generation in generations:
             self.thread.submit(generation)
         if asked.stream:
-            events = self._events(asked, generations, channel, form, usage)
             try:
-                first = await anext(events)
+                events = await begun(self._events(asked, generations, channel, form, usage))
             except BaseException:
                 self._cancel(generations)
                 raise
@@ -96,7 +95,7 @@ class OwnEngine:
             async def close() -> None:
                 self._cancel(generations)
 
-            return EventResponse(_chained(first, events), close)
+            return EventResponse(events, close)
         try:
             choices = await self._finished(generations, channel, usage)
         finally:
@@ -121,9 +120,6 @@ class OwnEngine:
     def died(self) -> None:
         """From now on refuse all requests: the engine's thread has ended."""
         self._alive = False
-
-    def describe(self) -> dict[str, Any]:
-        return {"model": self.names[0], "engine": "specctl"}
 
     async def close(self) -> None:
         self.thread.stop()
@@ -269,12 +265,6 @@ class OwnEngine:
 
     def _text_of_token(self, token: int) -> str:
         return str(self.target.tokenizer.decode([token]))
-
-
-async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for part in rest:
-        yield part
 
 
 def _check(error: Exception | None) -> None:

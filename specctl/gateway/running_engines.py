@@ -3,7 +3,7 @@
 Requests and answers pass unchanged, with one exception: a request for one text also asks for token ids and draft
 counters, which are removed from the answer again (`proxy_messages`). Every complete answer becomes a line of the log:
 {"began": seconds since 1970, "request": {…}, "response": {…}}. `specctl distill --from-log` reads these lines too. A
-`Dispatch` learns from the same answers which server should write such texts.
+`Dispatcher` learns from the same answers which server should write such texts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 from starlette.requests import Request
@@ -25,18 +25,20 @@ from starlette.responses import Response
 
 from specctl import progress
 from specctl.engines import proxy_messages
-from specctl.engines.proxy_messages import TextCounts
-from specctl.engines.server_choice import Dispatch, LeastBusy, ServedByEngine, ServerChoice
+from specctl.engines.proxy_messages import ServerChoice, TextCounts
 from specctl.gateway.app import TEXT_PATHS, make_app
 from specctl.gateway.engine_http import EngineHttp, NotConnected, passed_on
 from specctl.gateway.faults import where
 from specctl.gateway.limits import Guard
 from specctl.gateway.metrics import GatewayWork, Meter
 from specctl.gateway.openai_errors import ApiError
-from specctl.gateway.sse import EventResponse, event
+from specctl.gateway.sse import EventResponse, begun, event
 from specctl.recipe.serve import LimitsRecipe
 from specctl.redaction import redacted
 from specctl.selection.certificate import Certificate
+
+if TYPE_CHECKING:
+    from specctl.selection.dispatch import Dispatcher  # imports torch, which takes seconds
 
 LONGEST_ANSWER = 256 * 2**20  # bytes of an answer that is not streamed
 LONGEST_READ_ANSWER = 4 * 2**20  # bytes of an answer that is read for counters: in the 0.1 s others wait
@@ -90,7 +92,8 @@ class RunningEngines:
         dispatch: orders the servers for requests for one text. All other requests go to the least busy server.
         failures: number of requests that each server failed to answer.
         broken: number of streams that each server broke off after their first event. Their clients got an error event.
-        on_text: called with every text that was answered completely.
+        on_text: called with every text that was answered completely: its server (`url`), its `tokens`, its `passes` of
+            the target, the drafted tokens among them (`accepted`, None if not reported), and `decide_us` of the choice.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class RunningEngines:
         servers: dict[str, str],
         meter: Meter,
         log: logging.Logger | None = None,
-        dispatch: Dispatch | None = None,
+        dispatch: Dispatcher | None = None,
         key: str | None = None,
     ):
         """
@@ -112,7 +115,7 @@ class RunningEngines:
         self.in_flight = dict.fromkeys(servers, 0)
         self.failures = dict.fromkeys(servers, 0)
         self.broken = dict.fromkeys(servers, 0)
-        self.on_text: Callable[[ServedByEngine], None] = lambda text: None
+        self.on_text: Callable[[dict[str, Any]], None] = lambda text: None
         self._decisions: deque[float] = deque(maxlen=MEDIAN_WINDOW)
         self._rests: dict[str, Backoff] = {}  # servers that have failed recently
         self._refusals = dict.fromkeys(servers, 0)  # statuses of `RETRY_STATUSES` in a row
@@ -141,9 +144,6 @@ class RunningEngines:
     def healthy(self) -> bool:
         return True
 
-    def describe(self) -> dict[str, Any]:
-        return {"model": self.meter.model, "engine": ", ".join(self.names.values())}
-
     async def close(self) -> None:
         await self.http.close()
 
@@ -167,7 +167,7 @@ class RunningEngines:
                 return self.dispatch.choose(text, self.in_flight)
             except Exception as error:  # it computes with numbers that engines have sent
                 self._fault("choosing a server", error)
-        return LeastBusy().choose({}, self.in_flight)
+        return ServerChoice(sorted(self.in_flight, key=lambda url: self.in_flight[url]))
 
     def _fault(self, part: str, error: Exception) -> None:
         self.meter.fault(part)
@@ -253,7 +253,7 @@ class RunningEngines:
                 self.in_flight[url] -= 1
                 answer.close()
 
-            events = await _begun(self._streamed(url, answer, added, passage if kept else None))
+            events = await begun(self._streamed(url, answer, added, passage if kept else None))
             streaming = EventResponse(events, done, {})
             streaming.status_code, streaming.raw_headers = status, shown
             return streaming
@@ -346,9 +346,11 @@ class RunningEngines:
             self.meter.tokens.inc(counts.tokens)
             self.meter.whole_s.observe(ended - passage.began)
             told = None if drafting is None else accepted
-            if passage.choice.decide_us is not None:
-                self._decisions.append(passage.choice.decide_us)
-            self.on_text(ServedByEngine(name, counts.tokens, passes, told, passage.choice.decide_us))
+            decide_us = passage.choice.decide_us
+            if decide_us is not None:
+                self._decisions.append(decide_us)
+            row = {"url": name, "tokens": counts.tokens, "passes": passes, "accepted": told, "decide_us": decide_us}
+            self.on_text(row)
             if self.dispatch is not None:
                 self.meter.certify(passes / max(counts.tokens, 1))
                 self._heard.append((passage.choice, url, counts))
@@ -379,19 +381,6 @@ class RunningEngines:
         except Exception as error:
             self._fault("learning from an answer", error)
         self._learn_s = time.thread_time() - began
-
-
-async def _begun(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A stream that has begun: its first part is there. Raises aiohttp.ClientError if the engine sent none."""
-    first = await anext(events, None)
-
-    async def whole() -> AsyncIterator[bytes]:
-        if first is not None:
-            yield first
-            async for later in events:
-                yield later
-
-    return whole()
 
 
 def engines_app(backend: RunningEngines, limits: LimitsRecipe, key: str | None = None) -> Guard:

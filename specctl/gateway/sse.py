@@ -18,6 +18,19 @@ def event(document: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
 
 
+async def begun(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """A stream that has begun: its first part is there. Raises the error that the stream begins with."""
+    first = await anext(events, None)
+
+    async def whole() -> AsyncIterator[bytes]:
+        if first is not None:
+            yield first
+            async for later in events:
+                yield later
+
+    return whole()
+
+
 class EventResponse(Response):
     """A stream of events.
 

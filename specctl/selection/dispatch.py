@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from specctl import progress
-from specctl.engines.proxy_messages import TextCounts
+from specctl.engines.proxy_messages import ServerChoice, TextCounts
 from specctl.engines.records import DraftCounters
-from specctl.engines.server_choice import ServerChoice
 from specctl.errors import UsageError
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies import registry
@@ -56,7 +55,7 @@ class PromptChoice(ServerChoice):
 
 
 class Dispatcher:
-    """The `Dispatch` of a proxy that plays a policy of `POLICIES`, with the servers as arms."""
+    """Player of a policy of `POLICIES`, with the servers of a gateway as arms."""
 
     def __init__(self, urls: Sequence[str], name: str, options: PolicyRecipe, seed: int):
         """`seed`: of the policy's draws. Raises UsageError like `check`."""
@@ -68,7 +67,8 @@ class Dispatcher:
         self._silent: set[str] = set()
 
     def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> PromptChoice:
-        """Rank the servers by their expected reward; servers with too many requests come last."""
+        """Rank the servers by their expected reward; servers with too many requests come last. `in_flight`: requests in
+        flight per address."""
         began = perf_counter_ns()
         features = None
         if self.memory is None:
