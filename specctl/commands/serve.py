@@ -29,7 +29,7 @@ from specctl.gateway.choosing import controller_for
 from specctl.gateway.engine_thread import EngineThread
 from specctl.gateway.faults import where
 from specctl.gateway.metrics import GatewayWork, Meter
-from specctl.gateway.own_engine import Offer, OwnEngine
+from specctl.gateway.own_engine import OwnEngine
 from specctl.gateway.proxy_process import ProxyOptions
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
@@ -114,17 +114,7 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
         drafters, places = load_drafters(recipe, target)
         warm_up(target, drafters)
         thread = make_thread(recipe, target, drafters, places, meter)
-        backend = OwnEngine(
-            thread,
-            target,
-            [name],
-            Offer(
-                recipe.waiting,
-                recipe.max_new_tokens,
-                has_logprobs=target.device.type == "cpu" or recipe.chooses,
-                template_kwargs=recipe.target.chat_template_kwargs,
-            ),
-        )
+        backend = OwnEngine(thread, target, name, recipe)
         backend.warm_up()
         learning: Callable[[], dict[str, LearningSummary]] = dict
         if recipe.learn.enabled:

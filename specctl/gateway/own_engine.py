@@ -7,14 +7,13 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from specctl.decoding.records import Label, Request
-from specctl.decoding.target_text import TargetText
+from specctl.decoding.target import Target
 from specctl.distillation.messages import arguments_with, text_of
 from specctl.errors import CheckpointError, DataError
 from specctl.gateway import openai_requests
@@ -24,38 +23,21 @@ from specctl.gateway.openai_answers import AnswerFormat, PartialAnswer, Usage
 from specctl.gateway.openai_errors import ApiError
 from specctl.gateway.openai_requests import ChatRequest, CompletionRequest, TextsRequest
 from specctl.gateway.sse import DONE, EventResponse, begun, event
+from specctl.recipe.serve import ServeRecipe
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BUSY_S = 1  # seconds after which a client that was refused may try again
-
-
-@dataclass(frozen=True)
-class Offer:
-    """Answers that an engine gives.
-
-    Attributes:
-        most_waiting: number of texts that may wait for a place in the batch.
-        most_tokens: most new tokens of an answer, or None for the rest of the context.
-        has_logprobs: whether all rounds run on the host, where log probabilities are known.
-        template_kwargs: arguments of the chat template.
-    """
-
-    most_waiting: int
-    most_tokens: int | None = None
-    has_logprobs: bool = True
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 class OwnEngine:
     """Answers requests with the engine of an `EngineThread`.
 
     Args:
-        target: as the engine's target, or its text side.
-        names: names under which clients may ask for the model; the first is shown.
+        name: name of the model for clients.
     """
 
-    def __init__(self, thread: EngineThread, target: TargetText, names: list[str], offer: Offer):
-        self.thread, self.target, self.names, self.offer = thread, target, names, offer
+    def __init__(self, thread: EngineThread, target: Target, name: str, recipe: ServeRecipe):
+        self.thread, self.target, self.name, self.recipe = thread, target, name, recipe
         self.meter: Meter = thread.meter
         self.created = int(time.time())
         self._alive = True
@@ -69,7 +51,7 @@ class OwnEngine:
     def warm_up(self) -> None:
         """Start the process of the chat template, before there are other threads."""
         with suppress(DataError):  # a base model has no chat template
-            self.target.render([{"role": "user", "content": "Hi"}], **self.offer.template_kwargs)
+            self.target.render([{"role": "user", "content": "Hi"}], **self.recipe.target.chat_template_kwargs)
 
     async def texts(self, request: HttpRequest, body: bytes) -> Response:
         chat = request.scope["path"] == CHAT  # `request.url` also depends on the header Host
@@ -82,7 +64,7 @@ class OwnEngine:
         usage = Usage(sum(map(len, prompts)))
         self.meter.prompt_tokens.inc(usage.prompt)
         tools = isinstance(asked, ChatRequest) and asked.shows_tools
-        form = AnswerFormat(chat, self.names[0], self._token_text, asked.alternatives is not None, has_tools=tools)
+        form = AnswerFormat(chat, self.name, self._token_text, asked.alternatives is not None, has_tools=tools)
         for generation in generations:
             self.thread.submit(generation)
         if asked.stream:
@@ -107,12 +89,12 @@ class OwnEngine:
         name = request.path_params.get("name")
         if name is None and request.url.path != "/v1/models":
             raise ApiError(f"there is no {request.url.path}", 404)
-        models = [self._model(one) for one in self.names]
+        about = {"id": self.name, "object": "model", "created": self.created, "owned_by": "specctl"}
+        about["max_model_len"] = self.target.context_length
         if name is None:
-            return JSONResponse({"object": "list", "data": models})
-        if name not in self.names:
-            raise self._unknown_model()
-        return JSONResponse(self._model(name))
+            return JSONResponse({"object": "list", "data": [about]})
+        self._check_name(name)
+        return JSONResponse(about)
 
     def healthy(self) -> bool:
         return self._alive
@@ -125,26 +107,23 @@ class OwnEngine:
         self.thread.stop()
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
-    def _model(self, name: str) -> dict[str, Any]:
-        about = {"id": name, "object": "model", "created": self.created, "owned_by": "specctl"}
-        return about | {"max_model_len": self.target.context_length}
-
     def _check_model(self, asked: TextsRequest) -> None:
         if not self._alive:
             raise ApiError("the engine has failed", 503)
-        if asked.model is not None and asked.model not in self.names:
-            raise self._unknown_model()
-        if asked.alternatives is not None and not self.offer.has_logprobs:
+        self._check_name(asked.model)
+        on_host = self.target.device.type == "cpu" or self.recipe.chooses  # elsewhere log probabilities are not known
+        if asked.alternatives is not None and not on_host:
             raise ApiError("'logprobs' is not supported on this device", param="logprobs", code="unsupported_parameter")
 
-    def _unknown_model(self) -> ApiError:
-        known = " or ".join(self.names)
-        return ApiError(f"the model does not exist: use {known}", 404, param="model", code="model_not_found")
+    def _check_name(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            message = f"the model does not exist: use {self.name}"
+            raise ApiError(message, 404, param="model", code="model_not_found")
 
     def _check_room(self, texts: int) -> None:
         """Refuse texts that would wait behind too many others."""
         slots = self.thread.engine.options.slots or 0
-        if len(self.thread.open) + texts > slots + self.offer.most_waiting:
+        if len(self.thread.open) + texts > slots + self.recipe.waiting:
             self.meter.refused("waiting texts")
             raise ApiError("too many texts are waiting: try again later", 429, code="busy", retry_s=BUSY_S)
 
@@ -161,14 +140,14 @@ class OwnEngine:
         except ApiError:
             raise
         except (CheckpointError, DataError) as error:  # the template's process may have ended
-            message = error.message.replace(self.target.name, self.names[0])  # clients need not know the path
+            message = error.message.replace(self.target.name, self.name)  # clients need not know the path
             raise ApiError(message, param="messages" if isinstance(asked, ChatRequest) else "prompt") from None
 
     def _rendered(self, asked: ChatRequest) -> list[int]:
         conversation = asked.conversation
         messages = conversation.messages
         self._check_characters(sum(len(text_of(message)) for message in messages), "messages")
-        arguments = arguments_with(self.offer.template_kwargs, conversation.tools, conversation.options)
+        arguments = arguments_with(self.recipe.target.chat_template_kwargs, conversation.tools, conversation.options)
         ids = self._checked(self.target.render(messages, **arguments), "messages")
         if conversation.tools and not self._shows_tools:
             if self.target.ignores_tools(messages, arguments):
@@ -209,7 +188,7 @@ class OwnEngine:
         seed, made = asked.first_seed(), []
         for place, ids in enumerate(prompts):
             room = self.target.context_length - len(ids)
-            limit = min(asked.limit or room, self.offer.most_tokens or room, room)
+            limit = min(asked.limit or room, self.recipe.max_new_tokens or room, room)
             for number in range(asked.answers):
                 label, index = Label(str(next(self._queries))), place * asked.answers + number
                 # With a seed, equal prompts get equal texts.

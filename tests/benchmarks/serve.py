@@ -25,7 +25,7 @@ from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.gateway.app import make_app
 from specctl.gateway.metrics import Meter
-from specctl.gateway.own_engine import Offer, OwnEngine
+from specctl.gateway.own_engine import OwnEngine
 from specctl.recipe import ServeRecipe
 from tests.gateway.conftest import served
 
@@ -85,7 +85,7 @@ def main() -> None:
     warm_up(target, drafters)
     drafter = next(iter(drafters.values()), None)
     thread = make_thread(recipe, target, drafters, places, Meter("bench"))
-    backend = OwnEngine(thread, target, ["bench"], Offer(256))
+    backend = OwnEngine(thread, target, "bench", recipe)
     backend.warm_up()
     thread.start()
     prompts = list(data_prep.get("sql").generate(max(options.streams), 0, "test"))

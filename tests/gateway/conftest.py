@@ -15,8 +15,8 @@ from specctl.gateway import server
 from specctl.gateway.app import make_app
 from specctl.gateway.engine_thread import EngineThread
 from specctl.gateway.metrics import Meter
-from specctl.gateway.own_engine import Offer, OwnEngine
-from specctl.recipe import DraftingRecipe, LimitsRecipe
+from specctl.gateway.own_engine import OwnEngine
+from specctl.recipe import DraftingRecipe, LimitsRecipe, ServeRecipe
 
 PATIENCE_S = 60
 
@@ -27,7 +27,7 @@ class Gateway:
     def __init__(self, engine, drafter, limits, key, waiting):
         self.meter = Meter("toy")
         self.thread = EngineThread(engine, self.meter, drafter)
-        self.backend = OwnEngine(self.thread, engine.target, ["toy"], Offer(waiting))
+        self.backend = OwnEngine(self.thread, engine.target, "toy", ServeRecipe(waiting=waiting))
         self.backend.warm_up()
         self.thread.start()
         self.app = make_app(self.backend, limits, key)

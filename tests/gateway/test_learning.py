@@ -16,7 +16,7 @@ from specctl.gateway.app import make_app
 from specctl.gateway.engine_thread import EngineThread
 from specctl.gateway.learning import HeadLearner, LearningPlan, ServingLearner
 from specctl.gateway.metrics import Meter
-from specctl.gateway.own_engine import Offer, OwnEngine
+from specctl.gateway.own_engine import OwnEngine
 from specctl.recipe import LimitsRecipe, ServeRecipe
 from tests.gateway.conftest import Gateway, chat, wait_for
 from tests.measuring.streams import QUESTIONS, sure_target, write_copy, write_head
@@ -112,7 +112,7 @@ def _path(text):
 def _gateway(thread):
     gateway = Gateway.__new__(Gateway)
     gateway.meter, gateway.thread = thread.meter, thread
-    gateway.backend = OwnEngine(thread, thread.engine.target, ["toy"], Offer(256))
+    gateway.backend = OwnEngine(thread, thread.engine.target, "toy", ServeRecipe())
     gateway.backend.warm_up()
     thread.start()
     gateway.app = make_app(gateway.backend, LimitsRecipe(), None)

@@ -12,9 +12,9 @@ from specctl.gateway import tool_calls
 from specctl.gateway.app import make_app
 from specctl.gateway.engine_thread import EngineThread, TextPart
 from specctl.gateway.metrics import Meter
-from specctl.gateway.own_engine import Offer, OwnEngine
+from specctl.gateway.own_engine import OwnEngine
 from specctl.gateway.tool_calls import HeldCalls
-from specctl.recipe import LimitsRecipe
+from specctl.recipe import LimitsRecipe, ServeRecipe
 from tests.gateway.conftest import chat, served
 from tests.toys.agent_traces import tool
 from tests.toys.tool_templates import HERMES, PARTS
@@ -49,7 +49,7 @@ def script(target, monkeypatch):
         engine = Engine(target, Fixed.of(None), EngineOptions(slots=8))
         thread = Scripted(engine, Meter("toy"), "plain")
         thread.text, thread.size, thread.finish = text, size, finish
-        return make_app(OwnEngine(thread, target, ["toy"], Offer(256)), LimitsRecipe(), None), thread
+        return make_app(OwnEngine(thread, target, "toy", ServeRecipe()), LimitsRecipe(), None), thread
 
     return make
 
