@@ -5,7 +5,7 @@ import fcntl
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -13,20 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl import regular_files
-from specctl.engines.records import Dialect, EngineError, HiddenStatesSpec, MalformedResponse
+from specctl.engines.endpoints import Endpoint
+from specctl.engines.records import EngineError, HiddenStatesSpec, MalformedResponse
 
 POLL_S = 0.005  # seconds between two checks whether a file is finished
 
 
-class HiddenStatesSource(Protocol):
-    """The server that hidden states come from."""
-
-    url: str
-    dialect: Dialect
-
-
 async def states(
-    server: HiddenStatesSource,
+    server: Endpoint,
     found: str | list[Any] | None,
     sent: list[int],
     wanted: HiddenStatesSpec,
@@ -64,7 +58,7 @@ async def states(
     return checked
 
 
-def start_hint(server: HiddenStatesSource, wanted: HiddenStatesSpec) -> str:
+def start_hint(server: Endpoint, wanted: HiddenStatesSpec) -> str:
     """Hint that shows how to start a server that gives the wanted states."""
     command = server.dialect.capture_command(wanted)
     assert command is not None  # `Client.check_states` has refused engines without such a command
@@ -75,7 +69,7 @@ def _lock(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
-async def _written(server: HiddenStatesSource, path: Path, timeout_s: float) -> None:
+async def _written(server: Endpoint, path: Path, timeout_s: float) -> None:
     """Wait until the file is whole. Its writer holds the lock from before its answer until then.
 
     The lock is polled: a thread that blocks on it in the kernel could not be cancelled.
@@ -98,7 +92,7 @@ async def _written(server: HiddenStatesSource, path: Path, timeout_s: float) -> 
         raise _unreadable(server, path, error) from error
 
 
-def _loaded(server: HiddenStatesSource, path: Path) -> dict[str, Tensor]:
+def _loaded(server: Endpoint, path: Path) -> dict[str, Tensor]:
     try:
         regular_files.check(path)
         return load_file(path)
@@ -110,7 +104,7 @@ def _loaded(server: HiddenStatesSource, path: Path) -> dict[str, Tensor]:
         raise _unreadable(server, path, error) from error
 
 
-def _unreadable(server: HiddenStatesSource, path: Path, error: OSError) -> EngineError:
+def _unreadable(server: Endpoint, path: Path, error: OSError) -> EngineError:
     return EngineError(
         f"{server.url} wrote hidden states to {path}, which cannot be read here ({error.strerror or error})",
         "run on the server's machine as the server's user, who owns the file, or give the server a directory that both "
@@ -118,7 +112,7 @@ def _unreadable(server: HiddenStatesSource, path: Path, error: OSError) -> Engin
     )
 
 
-def _rows(server: HiddenStatesSource, found: list[Any], wanted: HiddenStatesSpec) -> Tensor:
+def _rows(server: Endpoint, found: list[Any], wanted: HiddenStatesSpec) -> Tensor:
     try:
         return torch.tensor(found, dtype=torch.float32).unflatten(1, (-1, wanted.width))
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
@@ -128,7 +122,7 @@ def _rows(server: HiddenStatesSource, found: list[Any], wanted: HiddenStatesSpec
         raise _not_finite(server) from error  # JSON cannot encode NaN
 
 
-def _checked(server: HiddenStatesSource, rows: Tensor, sent: list[int], wanted: HiddenStatesSpec) -> Tensor:
+def _checked(server: Endpoint, rows: Tensor, sent: list[int], wanted: HiddenStatesSpec) -> Tensor:
     """Return the rows if they are finite and have the expected shape [tokens, layers, width]."""
     expected = (len(wanted.ids), wanted.width)
     if rows.ndim != 3 or rows.shape[1:] != expected or not rows.is_floating_point():
@@ -144,14 +138,14 @@ def _checked(server: HiddenStatesSource, rows: Tensor, sent: list[int], wanted: 
     return rows
 
 
-def _not_finite(server: HiddenStatesSource) -> EngineError:
+def _not_finite(server: Endpoint) -> EngineError:
     return EngineError(
         f"{server.url} returns hidden states that are not finite",
         "fp16 overflows in many models: start the server with --dtype bfloat16",
     )
 
 
-def _other_layers(server: HiddenStatesSource, what: str, wanted: HiddenStatesSpec) -> EngineError:
+def _other_layers(server: Endpoint, what: str, wanted: HiddenStatesSpec) -> EngineError:
     return EngineError(
         f"{server.url} returns {what}, but layers {list(wanted.ids)} of width {wanted.width} are needed",
         start_hint(server, wanted),

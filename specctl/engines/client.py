@@ -223,7 +223,7 @@ class Client:
                 "text",
                 "use vLLM for it; SGLang has the last layer's, enough for eagle, hydra, medusa and lm",
             )
-        if server.dialect.has_prefix_cache(await endpoints.metrics(self._pools.http, server) or ""):
+        if server.dialect.has_prefix_cache(await endpoints.metrics(self._pools.http, server)):
             raise EngineError(
                 f"{server.url} has a prefix cache, so states of cached tokens may be missing",
                 f"start it with {server.dialect.NO_PREFIX_CACHE_FLAG}",
@@ -312,16 +312,19 @@ class Client:
 
     def drafting(self) -> DraftCounters | None:
         """Sum of the draft counters of all servers, or None if a server does not draft or does not report them."""
-        found = [self._run_question(endpoints.draft_counters(self._pools.http, server)) for server in self.servers]
+        found = [server.dialect.parse_draft_counters(self._metrics(server)) for server in self.servers]
         parts = [part for part in found if part is not None]
         return DraftCounters.total(parts) if len(parts) == len(found) else None
 
     def prefix_cache(self) -> tuple[int, int]:
         """Tokens that all servers have looked up in their prefix caches, and found there; 0 for those that do not
         tell."""
-        found = [self._run_question(endpoints.prefix_cache(self._pools.http, server)) for server in self.servers]
+        found = [server.dialect.parse_prefix_cache(self._metrics(server)) for server in self.servers]
         asked, hit = zip(*(part or (0, 0) for part in found), strict=True)
         return sum(asked), sum(hit)
+
+    def _metrics(self, server: Endpoint) -> str:
+        return self._run_question(endpoints.metrics(self._pools.http, server))
 
     def publish(self, directory: Path, version: str) -> None:
         """Make all servers draft with the drafter in `directory` from their next step on.
@@ -350,13 +353,6 @@ class Client:
     def loaded(self) -> list[LoadedDrafter]:
         """The drafter of each server, as far as it tells. Raises EngineError."""
         return [self._runner.run(publication.loaded_drafter(self._place(server))) for server in self.servers]
-
-    def published(self) -> list[str | None]:
-        """Version of each server's drafter, or None if it is still the drafter from the server's start.
-
-        Raises EngineError.
-        """
-        return [one.version for one in self.loaded()]
 
     def _place(self, server: Endpoint) -> publication.PublicationServer:
         publisher = registry.publisher(server.facts.engine, server.url)

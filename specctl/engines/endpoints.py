@@ -9,7 +9,7 @@ import httpx
 
 from specctl import progress
 from specctl.engines import registry
-from specctl.engines.records import Dialect, DraftCounters, EndpointFacts, EngineError, MalformedResponse
+from specctl.engines.records import Dialect, EndpointFacts, EngineError, MalformedResponse
 from specctl.engines.responses import describe_transport_error, parse_json
 from specctl.errors import UsageError
 from specctl.recipe import ServerRecipe
@@ -82,22 +82,10 @@ async def logprobs(http: httpx.AsyncClient, server: Endpoint, probe: list[int]) 
         return []
 
 
-async def draft_counters(http: httpx.AsyncClient, server: Endpoint) -> DraftCounters | None:
-    """The server's draft counters, or None if it does not report them."""
-    page = await metrics(http, server)
-    return None if page is None else server.dialect.parse_draft_counters(page)
-
-
-async def prefix_cache(http: httpx.AsyncClient, server: Endpoint) -> tuple[int, int] | None:
-    """The tokens that the server has looked up in its prefix cache and found there, or None if it does not tell."""
-    page = await metrics(http, server)
-    return None if page is None else server.dialect.parse_prefix_cache(page)
-
-
-async def metrics(http: httpx.AsyncClient, server: Endpoint) -> str | None:
-    """The server's page of metrics, or None if it has none."""
+async def metrics(http: httpx.AsyncClient, server: Endpoint) -> str:
+    """The server's page of metrics; empty if it has none."""
     response = await http.get(f"{server.url}/metrics")
-    return response.text if response.status_code == 200 else None
+    return response.text if response.status_code == 200 else ""
 
 
 def distance(one: list[float], other: list[float]) -> float:

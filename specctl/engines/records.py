@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
-from specctl.engines.drafter_layout import DrafterLayout
+from specctl.engines.vllm_worker import DrafterLayout
 from specctl.errors import SpecctlError
 
 if TYPE_CHECKING:

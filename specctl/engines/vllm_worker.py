@@ -4,7 +4,7 @@ Start it with `vllm serve … --worker-extension-cls specctl.engines.vllm_worker
 `/collective_rpc`.
 
 vLLM loads this file in its own environment (`pip install --no-deps CHECKOUT`). So the file imports only the standard
-library at the top, and so do its two specctl imports.
+library at the top, and so does its specctl import.
 
 A swap happens between two steps of the engine. It is refused before anything changes if the directory does not have the
 form of the running drafter. It is undone if vLLM fails to load the weights. Running texts and cached prefixes keep the
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from specctl import regular_files
-from specctl.engines.drafter_layout import DrafterLayout
 
 METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")
 """vLLM's speculative methods with heads that can be swapped."""
@@ -47,6 +46,15 @@ log = logging.getLogger("vllm.specctl")  # a child of vLLM's logger, so vLLM's h
 
 class DrafterMismatch(Exception):
     """A directory that cannot replace the running drafter, with the reason. The running drafter is unchanged."""
+
+
+@dataclass(frozen=True)
+class DrafterLayout:
+    """The form of an exported drafter, which decides whether it fits a running engine: its configuration, and the kind
+    and shape of every tensor."""
+
+    config: dict[str, Any]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from specctl.engines.client import Client
 from specctl.engines.records import EngineError
 from specctl.errors import CheckpointError, SpecctlError, UsageError
 from specctl.recipe import ServerRecipe
-from tests.toys.engine import FakeEngine, Session, Workers
+from tests.toys.engine import FakeEngine, Session, Workers, versions
 
 ENGINES = ["vllm", "sglang"]
 SIZE, DRAFTED, VOCAB = 8, 16, 64
@@ -110,10 +110,10 @@ def refusal(client, *arguments, kind=SpecctlError):
 
 def test_drafters_are_published_one_after_another(server, heads, capsys):
     with Client(recipe(server)) as client:
-        assert client.published() == [None]
+        assert versions(client) == [None]
         for version, head in (("1", heads[1]), ("2", heads[2]), ("3", heads[0])):
             client.publish(head, version)
-            assert client.published() == [version]
+            assert versions(client) == [version]
             assert same(server, head)
         assert not same(server, heads[1])  # negative control
     assert "drafts with 3; its requests were paused for 0." in capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_every_rank_gets_the_new_drafter(tokenizer, kind, heads, loads):
     served = Served(tokenizer, kind, heads[0], ranks=2)
     with served.engine, Client(recipe(served)) as client:
         client.publish(heads[1], "1")
-        assert client.published() == ["1"] and same(served, heads[1])
+        assert versions(client) == ["1"] and same(served, heads[1])
     assert kind == "sglang" or len(loads) == 2
 
 
@@ -132,16 +132,16 @@ def test_ranks_without_a_drafter_are_ignored(tokenizer, heads):
     served.engine.admin.ranks[0].get_draft_model = lambda: None
     with served.engine, Client(recipe(served)) as client:
         client.publish(heads[1], "1")
-        assert client.published() == ["1"]
+        assert versions(client) == ["1"]
 
 
 def test_a_restarted_server_has_its_first_drafter(server, heads):
     with Client(recipe(server)) as client:
         client.publish(heads[1], "1")
         server.restart()
-        assert client.published() == [None]
+        assert versions(client) == [None]
         client.publish(heads[2], "2")
-        assert client.published() == ["2"] and same(server, heads[2])
+        assert versions(client) == ["2"] and same(server, heads[2])
 
 
 OTHER_FORMS = {
@@ -160,7 +160,7 @@ def test_another_layout_is_refused_before_anything_changes(server, heads, tmp_pa
         asked = len(server.engine.posted)
         said = refusal(client, written(tmp_path / "other", 3, **options), "2")
         assert words in said and server.engine.url in said
-        assert client.published() == ["1"] and same(server, heads[1])
+        assert versions(client) == ["1"] and same(server, heads[1])
         changing = {"drafter_swap", "/pause_generation", "/begin_weight_update"}
         assert not changing & set(server.engine.posted[asked:])
 
@@ -172,7 +172,7 @@ def test_weights_with_nan_are_refused(server, heads, tmp_path):
     save_file(tensors, place / "model.safetensors")
     with Client(recipe(server)) as client:
         assert "fc.weight contains values that are not finite" in refusal(client, place, "1")
-        assert client.published() == [None] and same(server, heads[0])
+        assert versions(client) == [None] and same(server, heads[0])
 
 
 def test_draft_tokens_beyond_the_vocabulary_are_refused(tokenizer, heads, tmp_path):
@@ -204,10 +204,10 @@ def test_if_the_second_server_fails_the_first_is_switched_back(tokenizer, kind, 
         said = refusal(client, heads[2], "2", kind=EngineError)
         assert said.startswith(second.engine.url) and "500" in said
         assert f"{first.engine.url} drafts with 1 again" in said
-        assert client.published() == ["1", "1"]
+        assert versions(client) == ["1", "1"]
         assert same(first, heads[1]) and same(second, heads[1])
         client.publish(heads[2], "2")
-        assert client.published() == ["2", "2"]
+        assert versions(client) == ["2", "2"]
 
 
 def test_a_server_is_switched_back_to_its_first_drafter(tokenizer, kind, heads):
@@ -216,7 +216,7 @@ def test_a_server_is_switched_back_to_its_first_drafter(tokenizer, kind, heads):
         second.engine.breaks = lambda name: "error" if name in ("drafter_swap", "/begin_weight_update") else None
         said = refusal(client, heads[1], "1", kind=EngineError)
         assert f"{first.engine.url} drafts with the drafter that it was started with again" in said
-        assert client.published() == [None, None] and same(first, heads[0])
+        assert versions(client) == [None, None] and same(first, heads[0])
 
 
 def test_a_server_that_stops_during_a_swap_is_named(tokenizer, kind, heads):
@@ -238,7 +238,7 @@ def test_a_server_that_stops_during_a_swap_is_named(tokenizer, kind, heads):
         assert f"{second.engine.url} could not be switched back to the drafter that it was started with" in said
         second.engine.breaks = lambda name: None
         second.restart()
-        assert client.published() == [None, None]
+        assert versions(client) == [None, None]
 
 
 def test_a_swap_with_a_lost_answer_is_reverted(server, heads):
@@ -247,7 +247,7 @@ def test_a_swap_with_a_lost_answer_is_reverted(server, heads):
     server.engine.breaks = lambda name: next(lost, None) if name == swap else None
     with Client(recipe(server)) as client:
         assert "drafts with the drafter that it was started with again" in refusal(client, heads[1], "1")
-        assert client.published() == [None] and same(server, heads[0])
+        assert versions(client) == [None] and same(server, heads[0])
 
 
 def test_a_deleted_previous_drafter_cannot_be_restored(tokenizer, kind, heads):
@@ -258,7 +258,7 @@ def test_a_deleted_previous_drafter_cannot_be_restored(tokenizer, kind, heads):
         second.engine.breaks = lambda name: "error" if name in ("drafter_swap", "/begin_weight_update") else None
         said = refusal(client, heads[2], "2", kind=EngineError)
         assert f"{first.engine.url} could not be switched back to 1" in said
-        assert client.published()[0] == "2"  # by the server's own report
+        assert versions(client)[0] == "2"  # by the server's own report
 
 
 def test_a_damaged_previous_drafter_cannot_be_restored(tokenizer, kind, heads):
@@ -298,7 +298,7 @@ def test_a_failure_of_one_rank_reverts_all_ranks(tokenizer, heads, monkeypatch):
         monkeypatch.setattr(vllm_worker, "_load", load)
         said = refusal(client, heads[1], "1")
         assert "vLLM failed to load" in said and "no memory" in said and "that it was started with again" in said
-        assert client.published() == [None] and same(served, heads[0])
+        assert versions(client) == [None] and same(served, heads[0])
 
 
 STEPS = ["/pause_generation", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
@@ -364,7 +364,7 @@ def test_missing_server_options_are_named(tokenizer, heads, kind, options, words
     if options is None:
         served.engine.admin = None
     with served.engine, Client(recipe(served)) as client:
-        for ask in (client.published, lambda: client.publish(heads[1], "1")):
+        for ask in (client.loaded, lambda: client.publish(heads[1], "1")):
             with pytest.raises(EngineError) as caught:
                 ask()
             said = f"{caught.value.message} | {caught.value.hint}"

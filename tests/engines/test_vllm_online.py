@@ -31,6 +31,7 @@ from tests.engines.test_vllm import (  # noqa: F401 (fixtures)
     with_one_key_norm,
 )
 from tests.engines.test_vllm_server import NEW, NO_VLLM, TOKENS, our_counts, serving
+from tests.toys.engine import versions
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON.is_file(), reason=NO_VLLM)]
 
@@ -78,7 +79,7 @@ def test_exchanging_the_drafter_changes_drafts_but_no_text(target, engine, heads
     with Client(engine) as client:
         for name, (head, place) in (("v1", heads[1]), ("v2", heads[0]), ("v3", heads[1])):
             client.publish(place, name)
-            assert client.published() == [name]
+            assert versions(client) == [name]
             answers = answered(client, prompts)
             texts[name] = [answer.output_ids for answer in answers]
             counts[name] = [(answer.drafting.rounds, answer.drafting.accepted_at) for answer in answers]
@@ -162,7 +163,7 @@ def test_an_unfit_drafter_changes_nothing(engine, heads, tmp_path, prompts):  # 
             client.publish(tmp_path / "other", "no")
         with pytest.raises(UsageError, match="cannot be read"):
             client.publish(tmp_path / "nowhere", "no")
-        assert client.published() == ["fits"]
+        assert versions(client) == ["fits"]
         assert [answer.drafting for answer in answered(client, prompts)] == before
 
 
@@ -185,5 +186,5 @@ def test_learning_from_a_running_server_raises_acceptance(target, engine, heads,
     for row in result.per_chunk:
         print(json.dumps(row))
     with Client(engine) as client:
-        assert client.published() == [result.version]
+        assert versions(client) == [result.version]
     assert result.published >= 1 and result.mat_last > result.mat_first

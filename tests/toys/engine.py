@@ -455,3 +455,8 @@ class _Handler(BaseHTTPRequestHandler):
         if plain:
             return self.wfile.write(self.engine.event(json.dumps(answer | {"content": "", "tokens": []})))
         self.wfile.write(self.engine.event("[DONE]"))
+
+
+def versions(client):
+    """The version of each server's drafter; None is the drafter of the server's start."""
+    return [one.version for one in client.loaded()]
