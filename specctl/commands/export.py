@@ -45,7 +45,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     head = Head(drafter.config["family"], drafter.config["architecture"], drafter.tensors)
     form = registry.writer(head.family, recipe.to)
     tuning = read_tuning(recipe, head)
-    schedule = tuning.schedule if tuning and any(one.tokens for one in tuning.ranges) else []
+    schedule = tuning.ranges if tuning and any(one.tokens for one in tuning.ranges) else []
     tokens = head.draft_length(max((one.tokens for one in schedule), default=recipe.tokens))
     files = form.write(head, facts, tokens, recipe.to)
     place = recipe.output.absolute()
@@ -82,7 +82,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
             *serving.notes,
             *(tuning.notes if tuning else ()),
             *(
-                serving_commands.by_context(recipe.to, {(one.over, one.up_to): one.schedule for one in tuning.contexts})
+                serving_commands.by_context(recipe.to, {(one.over, one.up_to): one.ranges for one in tuning.contexts})
                 if tuning
                 else ()
             ),

@@ -40,6 +40,7 @@ NEAR_BEST = 0.05
 WARN_ERROR = 0.15
 """Relative error of a modeled time above which the user is warned."""
 MAX_NUMBER = 1e18  # upper limit for numbers in a result document
+Row = Mapping[str, Any]  # of the result of `eval-server`
 SWEEP = "specctl eval-server --server URL --baseline-server URL --concurrency 1,4,16,64"
 
 
@@ -125,24 +126,18 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class TunedRange:
-    """A range of batch sizes, and the draft length that is best there.
+class TunedRange(LengthRange):
+    """A range of batch sizes, and the draft length that is best there: at both ends of the range, the lengths `near`
+    lose little.
 
     Attributes:
-        first, last: smallest and largest batch size.
-        tokens: draft length; 0 = no draft.
         mat: tokens per round, by the model.
         speedup: over plain decoding, at the first and at the last batch size, by the model.
-        near: lengths that lose little at both ends of the range, including the chosen one.
         measured: concurrencies of the measured loads in the range; empty if the range rests on the model alone.
     """
 
-    first: int
-    last: int
-    tokens: int
     mat: float
     speedup: tuple[float, float]
-    near: list[int]
     measured: list[int]
 
 
@@ -155,11 +150,6 @@ class TunedContext:
     requests: int
     ranges: list[TunedRange]
     acceptance: list[float]
-
-    @property
-    def schedule(self) -> list[LengthRange]:
-        """The ranges in the form that the exports to engines use."""
-        return schedule_of(self.ranges)
 
 
 @dataclass(frozen=True)
@@ -177,15 +167,6 @@ class Tuning:
     fits: list[Fit]
     notes: list[str]
     contexts: list[TunedContext]
-
-    @property
-    def schedule(self) -> list[LengthRange]:
-        """The ranges in the form that the exports to engines use."""
-        return schedule_of(self.ranges)
-
-
-def schedule_of(ranges: Sequence[TunedRange]) -> list[LengthRange]:
-    return [LengthRange(one.first, one.last, one.tokens, tuple(one.near)) for one in ranges]
 
 
 @dataclass(frozen=True)
@@ -293,20 +274,18 @@ def tuned_ranges(sweep: Sweep, costs: RoundCosts, lengths: Sequence[int]) -> lis
         range(1, largest + 1), key=lambda batch: best_length(sweep.acceptance, costs, batch, lengths)
     ):
         batches = list(some)
-        ends = (batches[0], batches[-1])
+        ends = batches[0], batches[-1]
 
         def rate(length: int, batch: int) -> float:
             return sequence_rate(sweep.acceptance, costs, length, batch)
 
-        near = [k for k in lengths if all(rate(k, b) >= (1 - NEAR_BEST) * rate(tokens, b) for b in ends)]
         made.append(
             TunedRange(
-                first=ends[0],
-                last=ends[1],
-                tokens=tokens,
+                *ends,
+                tokens,
+                near=tuple(k for k in lengths if all(rate(k, b) >= (1 - NEAR_BEST) * rate(tokens, b) for b in ends)),
                 mat=expected_tokens(sweep.acceptance, tokens),
                 speedup=(rate(tokens, ends[0]) / rate(0, ends[0]), rate(tokens, ends[1]) / rate(0, ends[1])),
-                near=near,
                 measured=[load.concurrency for load in sweep.loads if ends[0] <= round(load.batch) <= ends[1]],
             )
         )
@@ -400,7 +379,7 @@ def read_sweep(path: Path) -> tuple[Sweep, list[ContextSweep]]:
         raise DataError(f"{file} is not a result of eval-server ({type(error).__name__}: {error})", SWEEP) from error
 
 
-def _check_numbers(row: Mapping[str, Any]) -> None:
+def _check_numbers(row: Row) -> None:
     """Raise DataError for a number that cannot be a measurement: negative, not finite, or absurdly large."""
     for key, value in row.items():
         numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int | float)]
@@ -408,18 +387,15 @@ def _check_numbers(row: Mapping[str, Any]) -> None:
             raise DataError(f"{key} of a row is not a measurement", f"measure again: {SWEEP}")
 
 
-def sweep_of(rows: Sequence[Mapping[str, Any]]) -> Sweep:
+def sweep_of(rows: Sequence[Row]) -> Sweep:
     """Extract the loads from rows of `eval-server`.
 
     Domains are pooled: plain steps are weighted by tokens, rounds by their number. Raises DataError if there is no
     baseline, no draft, or no time between tokens.
     """
-    loads, shares, weights = [], [], []
+    loads, drafts = [], []
     for concurrency in sorted({row["concurrency"] for row in rows}):
-        drafting, plain = (
-            [row for row in rows if row["concurrency"] == concurrency and row["server"] == name]
-            for name in ("server", "baseline")
-        )
+        drafting, plain = rows_of(rows, concurrency)
         if not plain:
             raise DataError("it has no baseline, so the time of a plain step is unknown", f"measure one: {SWEEP}")
         untold = [row["domain"] for row in drafting if not row["mat"] or not row["acceptance_by_position"]]
@@ -431,14 +407,19 @@ def sweep_of(rows: Sequence[Mapping[str, Any]]) -> Sweep:
         if any(row["token_s"] is None for row in [*drafting, *plain]):
             raise DataError("answers of one token have no time between tokens", "raise --max-new-tokens")
         loads.append(load_of(concurrency, drafting, plain, (in_flight(drafting), in_flight(plain))))
-        shares += [row["acceptance_by_position"] for row in drafting]
-        weights += [row["tokens"] / row["mat"] for row in drafting]
+        drafts += drafting
     if not loads:
         raise DataError("it has no rows", SWEEP)
-    return Sweep(loads, *pooled_acceptance(shares, weights))
+    return Sweep(loads, *pooled_acceptance(drafts))
 
 
-def context_sweeps(rows: Sequence[Mapping[str, Any]], sweep: Sweep) -> list[ContextSweep]:
+def rows_of(rows: Sequence[Row], concurrency: int) -> tuple[list[Row], list[Row]]:
+    """The rows of one load: with drafts, and of the baseline."""
+    here = [row for row in rows if row["concurrency"] == concurrency]
+    return [row for row in here if row["server"] == "server"], [row for row in here if row["server"] == "baseline"]
+
+
+def context_sweeps(rows: Sequence[Row], sweep: Sweep) -> list[ContextSweep]:
     """The parts of a sweep by prompt length, from the rows of `eval-server`, the shortest prompts first.
 
     A load counts if the drafts and the plain steps of its prompts were measured; a bracket needs two of them. Requests
@@ -447,30 +428,21 @@ def context_sweeps(rows: Sequence[Mapping[str, Any]], sweep: Sweep) -> list[Cont
     found = []
     for over, up_to in sorted({(row["over"], row["up_to"]) for row in rows}):
         here = [row for row in rows if row["up_to"] == up_to]
-        loads, shares, weights, requests = [], [], [], []
+        loads, drafts, requests = [], [], []
         for load in sweep.loads:
-            drafting, plain = (
-                [row for row in here if row["concurrency"] == load.concurrency and row["server"] == name]
-                for name in ("server", "baseline")
-            )
+            drafting, plain = rows_of(here, load.concurrency)
             told = all(row["mat"] and row["acceptance_by_position"] for row in drafting)
             if not (drafting and plain and told) or any(row["token_s"] is None for row in [*drafting, *plain]):
                 continue
             loads.append(load_of(load.concurrency, drafting, plain, (load.batch, load.plain_batch)))
-            shares += [row["acceptance_by_position"] for row in drafting]
-            weights += [row["tokens"] / row["mat"] for row in drafting]
+            drafts += drafting
             requests.append(sum(row["requests"] for row in drafting))
         if len({round(load.batch) for load in loads}) > 1:
-            found.append(ContextSweep(over, up_to, min(requests), Sweep(loads, *pooled_acceptance(shares, weights))))
+            found.append(ContextSweep(over, up_to, min(requests), Sweep(loads, *pooled_acceptance(drafts))))
     return found
 
 
-def load_of(
-    concurrency: int,
-    drafting: Sequence[Mapping[str, Any]],
-    plain: Sequence[Mapping[str, Any]],
-    batches: tuple[float, float],
-) -> Load:
+def load_of(concurrency: int, drafting: Sequence[Row], plain: Sequence[Row], batches: tuple[float, float]) -> Load:
     """A load from the rows of both servers; `batches` are the average requests in flight, with and without drafts."""
     tokens = sum(row["tokens"] for row in plain)
     rounds = sum(row["tokens"] / row["mat"] for row in drafting)
@@ -483,16 +455,18 @@ def load_of(
     )
 
 
-def pooled_acceptance(shares: Sequence[Sequence[float]], weights: Sequence[float]) -> tuple[int, list[float]]:
-    """Draft length, and α of each position, from shares of accepted positions weighted by their rounds."""
-    drafted = max(map(len, shares))
+def pooled_acceptance(rows: Sequence[Row]) -> tuple[int, list[float]]:
+    """Draft length, and α of each position, from the acceptance of rows weighted by their rounds."""
+    told = [(row["tokens"] / row["mat"], row["acceptance_by_position"]) for row in rows]
+    drafted = max(len(shares) for _, shares in told)
+    rounds = sum(weight for weight, _ in told)
     pooled = [
-        sum(weight * one[place] for weight, one in zip(weights, shares, strict=True) if place < len(one)) / sum(weights)
+        sum(weight * shares[place] for weight, shares in told if place < len(shares)) / rounds
         for place in range(drafted)
     ]
     return drafted, conditional_acceptance(pooled)
 
 
-def in_flight(rows: Sequence[Mapping[str, Any]]) -> float:
+def in_flight(rows: Sequence[Row]) -> float:
     """Average number of requests in flight: summed request seconds ÷ summed pass seconds."""
     return float(sum(row["tokens"] / row["request_tokens_per_s"] for row in rows) / sum(row["seconds"] for row in rows))

@@ -141,9 +141,6 @@ def test_ranges_cover_every_batch_once_and_lengths_shrink_with_load(tmp_path):
         assert one.tokens in one.near and min(one.speedup) >= 1
     assert [load for one in found for load in one.measured] == [1, 32]
     assert found[-1].tokens == 0 and found[-1].speedup == (1.0, 1.0)
-    assert [(one.first, one.last, one.tokens) for one in tuning.schedule] == [
-        (one.first, one.last, one.tokens) for one in found
-    ]
     assert all(fit.error == pytest.approx(0, abs=1e-9) for fit in tuning.fits)
     unmeasured = [f"{one.first}–{one.last}" for one in found if not one.measured]
     assert unmeasured and any(
@@ -206,9 +203,6 @@ def test_long_prompts_get_their_own_draft_lengths(tmp_path):
         (ours,) = (one.tokens for one in long.ranges if one.first <= batch <= one.last)
         assert ours == served_costs.best_length([0.4, 0.25, 0.2], slow, batch, range(4))
     assert long.ranges[0].tokens < short.ranges[0].tokens
-    assert [(one.first, one.last, one.tokens) for one in long.schedule] == [
-        (one.first, one.last, one.tokens) for one in long.ranges
-    ]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +225,7 @@ def test_lengths_with_nearly_the_same_rate_are_near(tmp_path):
     """With α = 0.02 at the second position, two tokens are 1.5 % better than one if tokens are free."""
     costs = RoundCosts(0.01, 0.001, 0.0, 0.0)
     (only,) = served_costs.tune(written(tmp_path, rows(costs, (0.8, 0.02)))).ranges
-    assert (only.tokens, only.near) == (2, [1, 2])
+    assert (only.tokens, only.near) == (2, (1, 2))
 
 
 def test_a_bad_fit_is_reported(tmp_path):
