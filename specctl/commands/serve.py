@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
@@ -143,7 +143,7 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
         if failures:
             raise SpecctlError(f"the engine has failed: {where(failures[0])}", "start it again") from failures[0]
     work = GatewayWork(meter.drafters, meter.certificate)
-    return with_learning(result_of(recipe, name, work, time.monotonic() - began), learning())
+    return result_of(recipe, name, work, time.monotonic() - began, learning())
 
 
 def serve_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> ServeResult:
@@ -153,17 +153,10 @@ def serve_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> ServeRes
     """
     if not recipe.learn.enabled:
         work, seconds = answer_by_engines(recipe, run, key)
-        return result_of(recipe, str(run.target), work, seconds)
+        return result_of(recipe, str(run.target), work, seconds, {})
     began = time.monotonic()
     found, work = learn_from_engines(recipe, run, ProxyOptions(recipe.limits, key, onward_key(recipe, key)))
-    return with_learning(result_of(recipe, str(run.target), work, time.monotonic() - began), found)
-
-
-def with_learning(result: ServeResult, learnt: Mapping[str, LearningSummary]) -> ServeResult:
-    """Add what was learnt, by name of the drafter; the name of the only drafter is empty."""
-    if "" in learnt:
-        return replace(result, learning=learnt[""])
-    return replace(result, learning_by_drafter=dict(learnt))
+    return result_of(recipe, str(run.target), work, time.monotonic() - began, found)
 
 
 def api_key(recipe: ServeRecipe) -> str | None:
@@ -220,8 +213,10 @@ def make_thread(
     return thread
 
 
-def result_of(recipe: ServeRecipe, model: str, work: GatewayWork, seconds: float) -> ServeResult:
-    """The result document."""
+def result_of(
+    recipe: ServeRecipe, model: str, work: GatewayWork, seconds: float, learnt: Mapping[str, LearningSummary]
+) -> ServeResult:
+    """The result document. `learnt`: by name of the drafter; the name of the only drafter is empty."""
     texts = sum(one.texts for one in work.drafters.values())
     rows = [
         ServedDrafter(
@@ -251,6 +246,8 @@ def result_of(recipe: ServeRecipe, model: str, work: GatewayWork, seconds: float
         rows,
         texts,
         work.decide_us_p50,
+        learnt.get(""),
+        {name: one for name, one in learnt.items() if name},
         speed_at_least=None if made is None else made.at_least,
         at_least=None if made is None else explanation(made.texts, *notes, most=made.most),
     )

@@ -45,18 +45,10 @@ class DrafterCounts:
 
     def add(self, committed: int, accepted: int, depth: int) -> None:
         """Count one round of one text."""
-        self.rounds += 1
-        self.tokens += committed
-        self.drafted += depth
-        self.accepted += accepted
-        if accepted > len(self.accepted_at):
-            self.accepted_at += [0] * (accepted - len(self.accepted_at))
-        for place in range(accepted):
-            self.accepted_at[place] += 1
+        self.add_rounds(1, committed, depth, accepted, [1] * accepted)
 
-    def add_text(self, rounds: int, tokens: int, drafted: int, accepted: int, accepted_at: list[int]) -> None:
-        """Count all rounds of one text."""
-        self.texts += 1
+    def add_rounds(self, rounds: int, tokens: int, drafted: int, accepted: int, accepted_at: list[int]) -> None:
+        """Count several rounds by their sums."""
         self.rounds += rounds
         self.tokens += tokens
         self.drafted += drafted
@@ -207,7 +199,7 @@ class Meter(Collector):
         counts, model = dict(self.drafters), self.model
         total = DrafterCounts()
         for one in counts.values():
-            total.add_text(one.rounds, one.tokens, one.drafted, one.accepted, one.accepted_at)
+            total.add_rounds(one.rounds, one.tokens, one.drafted, one.accepted, one.accepted_at)
         sums = {
             "drafts": (total.rounds, "Verified drafts."),
             "draft_tokens": (total.drafted, "Depths of drafts."),

@@ -206,7 +206,8 @@ class OwnEngine:
         choices = [PartialAnswer() for _ in generations]
         while any(choice.finish is None for choice in choices):
             for part in await channel.take():
-                _check(part.error)
+                if part.error is not None:
+                    raise _api_error(part.error)
                 choices[part.index].add(part)
                 usage.completion += part.tokens
         return choices
@@ -220,10 +221,11 @@ class OwnEngine:
         while unfinished:
             made = []
             for part in await channel.take():
-                if part.error is not None and not begun:
-                    _check(part.error)
                 if part.error is not None:
-                    made.append(_error_event(part.error))
+                    error = _api_error(part.error)
+                    if not begun:
+                        raise error
+                    made.append(event(error.document))
                     unfinished = 0
                     break
                 if form.chat and part.index not in begun:
@@ -246,17 +248,8 @@ class OwnEngine:
         return str(self.target.tokenizer.decode([token]))
 
 
-def _check(error: Exception | None) -> None:
-    """Raise the error of a text as an ApiError."""
+def _api_error(error: Exception) -> ApiError:
+    """The error of a text as its client gets it."""
     if isinstance(error, DataError):
-        raise ApiError(error.message)
-    if error is not None:
-        raise ApiError("the engine failed on this request", 500)
-
-
-def _error_event(error: Exception) -> bytes:
-    try:
-        _check(error)
-    except ApiError as known:
-        return event(known.document)
-    raise AssertionError("a text without an error")
+        return ApiError(error.message)
+    return ApiError("the engine failed on this request", 500)

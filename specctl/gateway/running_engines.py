@@ -336,7 +336,9 @@ class RunningEngines:
             drafting, name = counts.drafting, self.names[url]
             accepted = drafting.accepted if drafting is not None else 0
             passes = max(counts.tokens - accepted, 1)
-            self.meter.drafter(name).add_text(
+            sums = self.meter.drafter(name)
+            sums.texts += 1
+            sums.add_rounds(
                 passes,
                 counts.tokens,
                 drafting.drafted if drafting is not None else 0,
@@ -349,8 +351,8 @@ class RunningEngines:
             decide_us = passage.choice.decide_us
             if decide_us is not None:
                 self._decisions.append(decide_us)
-            row = {"url": name, "tokens": counts.tokens, "passes": passes, "accepted": told, "decide_us": decide_us}
-            self.on_text(row)
+            text = {"url": name, "tokens": counts.tokens, "passes": passes, "accepted": told, "decide_us": decide_us}
+            self.on_text(text)
             if self.dispatch is not None:
                 self.meter.certify(passes / max(counts.tokens, 1))
                 self._heard.append((passage.choice, url, counts))

@@ -70,6 +70,5 @@ def test_counts_by_round_and_by_text_agree():
     by_round, by_text = DrafterCounts(), DrafterCounts()
     for committed, accepted, depth in ((3, 2, 4), (1, 0, 4), (5, 4, 4)):
         by_round.add(committed, accepted, depth)
-    by_text.add_text(3, 9, 12, 6, [2, 2, 1, 1])
-    by_text.texts = 0
+    by_text.add_rounds(3, 9, 12, 6, [2, 2, 1, 1])
     assert by_round == by_text and by_round.mat == 3.0 and Meter("x").page()
