@@ -159,11 +159,6 @@ def _shown(value: Any) -> str:
     return str(value) if plain else "something else"
 
 
-def refused(why: str) -> dict[str, Any]:
-    """The answer of a worker that changed nothing."""
-    return {"refused": why}
-
-
 class DrafterSwap:
     """Methods that vLLM adds to its workers. Every rank runs them and answers with a dictionary.
 
@@ -183,7 +178,7 @@ class DrafterSwap:
                 return {"drafts": False}
             running = _running(self)
         except DrafterMismatch as error:
-            return refused(str(error))
+            return {"refused": str(error)}
         return {"version": running.version, "directory": running.directory, "fingerprint": running.fingerprint}
 
     def drafter_fits(self, directory: str) -> dict[str, Any]:
@@ -193,7 +188,7 @@ class DrafterSwap:
         try:
             _fitting(self, Path(directory))
         except DrafterMismatch as error:
-            return refused(str(error))
+            return {"refused": str(error)}
         return self.drafter_loaded()
 
     def drafter_swap(self, directory: str, version: str | None, expected: str) -> dict[str, Any]:
@@ -210,14 +205,12 @@ class DrafterSwap:
                 raise DrafterMismatch(f"{directory} differs from the published files, or has changed since then")
             _load(self, _tensors(files, self.vllm_config.model_config.get_vocab_size()))
         except DrafterMismatch as error:
-            return refused(str(error))
+            return {"refused": str(error)}
         except Exception as error:  # a model's loader may raise anything; the old weights are back by now
             log.exception("the drafter in %s was not loaded; the previous drafter stays active", directory)
-            return refused(
-                f"vLLM failed to load {directory} ({type(error).__name__}: {str(error)[:300]}); the previous "
-                "drafter is active again"
-            )
-        _remember(self, RunningDrafter(version, directory, expected, form))
+            why = f"vLLM failed to load {directory} ({type(error).__name__}: {str(error)[:300]})"
+            return {"refused": f"{why}; the previous drafter is active again"}
+        self._specctl_running = RunningDrafter(version, directory, expected, form)
         seconds = time.perf_counter() - started
         log.info("drafting with %s, version %s, after %.2f s", directory, version, seconds)
         return self.drafter_loaded() | {"seconds": seconds}
@@ -249,12 +242,8 @@ def _running(worker: Any) -> RunningDrafter:
                     f"{config.model}, which vLLM was started with, is gone: the form of the running drafter is unknown"
                 ) from error
         found = RunningDrafter(None, str(place), fingerprint(contents(place)), read_layout(place))
-        _remember(worker, found)
+        worker._specctl_running = found
     return found
-
-
-def _remember(worker: Any, running: RunningDrafter) -> None:
-    worker._specctl_running = running
 
 
 def _fitting(worker: Any, directory: Path) -> DrafterLayout:
