@@ -58,7 +58,7 @@ def synthetic(seed: int = 0) -> Table:
         traces.append(replace(made, context=directions[kind] + 0.8 * generator.normal(size=32), prompt=50))
     names = [*(f"head{kind}" for kind in range(KINDS)), "lookup", "store"]
     draft_s, step_s = np.array([0.006] * KINDS + [0.0005, 0.001]), np.array([0.010] + [0.011] * len(names))
-    return Table(names, DEPTH, traces, draft_s, step_s, greedy=True)
+    return Table(names, DEPTH, traces, draft_s, step_s, np.full(len(names), DEPTH), greedy=True)
 
 
 def chains(traces: list[Trace], texts: int, turn: bool, seed: int) -> list[tuple[list[Trace], list[Trace]]]:
@@ -88,7 +88,7 @@ def joined(first: Trace, second: Trace) -> Trace:
         for name in ("drafted", "gamma", "overlap", "hit")
     }
     accepted = np.concatenate([np.minimum(first.accepted, left).astype(np.int16), second.accepted], 1)
-    return replace(first, accepted=accepted, ended=second.ended, session=None, **parts)
+    return replace(first, accepted=accepted, ended=second.ended, **parts)
 
 
 def played(table: Table, name: str, constants: PolicyRecipe, found: list[tuple[list[Trace], list[Trace]]]) -> Speed:

@@ -6,7 +6,7 @@ from specctl.lab.recorded.trace import Table, Trace
 from specctl.selection.game.losses import INNER, along_drafts, beyond_the_end
 
 
-def trace_of(gamma, seed=0, query="q", domain="d"):
+def trace_of(gamma, seed=0, query="q", domain="d", session=0):
     """A trace with hits drawn from gamma [N, T, K] and drafts accepted up to the first miss."""
     hit = (np.random.default_rng(seed).random(gamma.shape) < gamma).astype(np.uint8) * INNER
     accepted = (along_drafts(beyond_the_end(hit)) > 0).cumprod(axis=2).sum(axis=2)
@@ -19,6 +19,7 @@ def trace_of(gamma, seed=0, query="q", domain="d"):
         overlap=along_drafts(beyond_the_end(gamma.astype(np.float32))),
         hit=hit,
         ended=True,
+        session=session,
     )
 
 
@@ -35,10 +36,10 @@ def specialists(queries, tokens, seed, N=7, K=8, good=0.9, bad=0.6, run=1):
         easy = generator.normal(0, 0.15, (1, tokens, 1))  # an easy token is easy for all arms
         own = generator.normal(0, 0.1, (N, tokens, 1))
         gamma = np.clip(rate[:, None, None] + easy + own - 0.01 * np.arange(K), 0, 1)
-        traces.append(trace_of(gamma, int(generator.integers(2**31)), f"q{index}", f"d{domain}"))
+        traces.append(trace_of(gamma, int(generator.integers(2**31)), f"q{index}", f"d{domain}", index // run))
     return table_of(traces)
 
 
 def table_of(traces):
     N, _, K = traces[0].gamma.shape
-    return Table([f"arm{i}" for i in range(N)], K, traces, np.full(N, 0.002), np.full(N + 1, 0.01))
+    return Table([f"arm{i}" for i in range(N)], K, traces, np.full(N, 0.002), np.full(N + 1, 0.01), np.full(N, K))

@@ -17,7 +17,8 @@ from tests.selection.conftest import ARMS, DEPTH
 @pytest.fixture
 def table(made_up):
     draft_s, step_s = np.array([0.4, 0.04, 0.0]), np.array([1.0, 1.4, 1.2, 1.0])
-    return Table(ARMS, DEPTH, [made_up(place).trace for place in range(5)], draft_s, step_s)
+    traces = [made_up(place).trace for place in range(5)]
+    return Table(ARMS, DEPTH, traces, draft_s, step_s, np.full(3, DEPTH))
 
 
 def test_every_arm_is_shortened_to_every_length(table):
@@ -58,7 +59,7 @@ def test_costs_are_interpolated_by_the_mean_depth(table):
     assert found.step_s[:3] == pytest.approx([1, 1, 1 + 0.4 * share])
     still = [np.zeros_like(trace.drafted) for trace in table.traces]
     traces = [type(trace)(**vars(trace) | {"drafted": none}) for trace, none in zip(table.traces, still, strict=True)]
-    nothing = shortened(Table(ARMS, DEPTH, traces, table.draft_s, table.step_s), [2])
+    nothing = shortened(replace(table, traces=traces), [2])
     assert np.isfinite(nothing.draft_s).all()
 
 

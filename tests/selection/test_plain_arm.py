@@ -38,7 +38,8 @@ def stream(gamma, cost, texts=40, seed=0):
         trace = trace_of(each, int(draw.integers(2**31)), f"q{text}")
         traces.append(replace(trace, context=3 + KINDS[text % 2] + 0.3 * draw.normal(size=16)))
     names = [f"head {number}" for number in range(DRAFTERS)]
-    return Table(names, DEPTH, traces, np.full(DRAFTERS, cost - 1.1 * STEP), STEP * np.array([1.0] + [1.1] * DRAFTERS))
+    draft_s, step_s = np.full(DRAFTERS, cost - 1.1 * STEP), STEP * np.array([1.0] + [1.1] * DRAFTERS)
+    return Table(names, DEPTH, traces, draft_s, step_s, np.full(DRAFTERS, DEPTH))
 
 
 def played(table, algo="cgp-ucb", **game):

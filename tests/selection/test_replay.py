@@ -5,7 +5,7 @@ from dataclasses import replace as changed
 import numpy as np
 import pytest
 
-from specctl.errors import CheckpointError, DataError
+from specctl.errors import DataError
 from specctl.lab.recorded.hindsight import Hindsight, games, round_starts, token_losses
 from specctl.lab.recorded.regret import (
     bootstrap_ratio,
@@ -129,21 +129,14 @@ def test_the_oracle_plays_the_best_arm_of_each_game(hindsight):
     assert (summary.oracle_share, summary.best_arm_ratio, summary.regret) == (1, 1, 0)
 
 
-def test_games_end_where_the_domain_changes_or_the_session_is_full():
-    traces = [scripted(BY_HAND, domain) for domain in "aaabba"]
+def test_games_end_with_a_recorded_session_or_when_it_is_long():
+    """With order=shift a session can have two domains, and two consecutive sessions can have the same domain."""
+    sessions = zip("abbbcc", [0, 0, 0, 1, 1, 2], strict=True)
+    traces = [changed(scripted(BY_HAND, domain), session=number) for domain, number in sessions]
     assert games(traces, "session", 2) == [[0, 1], [2], [3, 4], [5]]
     assert games(traces, "session", 9) == [[0, 1, 2], [3, 4], [5]]
-    assert games(traces, "query", 9) == [[0], [1], [2], [3], [4], [5]]
+    assert games(traces, "query", 9) == games(traces, "session", 1) == [[0], [1], [2], [3], [4], [5]]
     assert games(traces, "stream", 1) == [[0, 1, 2, 3, 4, 5]]
-
-
-def test_recorded_sessions_override_domains():
-    """With order=shift a session can have two domains, and two consecutive sessions can have the same domain."""
-    traces = [
-        changed(scripted(BY_HAND, domain), session=n) for domain, n in zip("abbbcc", [0, 0, 1, 1, 2, 2], strict=True)
-    ]
-    assert games(traces, "session", 8) == [[0, 1], [2, 3], [4, 5]]
-    assert games(traces, "session", 1) == games(traces, "query", 8)
 
 
 class Spy:
@@ -177,17 +170,6 @@ def test_a_replayed_bandit_gets_the_block_divergence_of_complete_rounds(monkeypa
     assert spy.told == pytest.approx([trace.overlap[1, start].sum() / 3 for start in (0, 1)]), (
         "the end cuts the round at 5"
     )
-
-
-def test_block_divergence_needs_a_table_of_version_3():
-    """Older tables hold overlaps along the text instead of the draft, which give other rewards than live decoding."""
-    trace = scripted(BY_HAND)
-    old = Hindsight(table_of([changed(trace, overlap=trace.overlap[..., :0])]))
-    with pytest.raises(CheckpointError, match="before version 3"):
-        played("metasd-ucb", old)
-    for name in ("ucbspec", "hedgespec"):
-        assert played(name, old).rounds.sum() > 0
-    assert replay("metasd-ucb", old, PolicyRecipe(), GameRecipe(reward="be")).rounds.sum() > 0
 
 
 def test_a_replay_scores_the_last_tokens_of_a_text_before_the_next(monkeypatch):

@@ -296,7 +296,7 @@ def test_the_hindsight_label_is_the_arm_with_the_fewest_rounds():
     a = trace("a", [[0, 2, 1, 0, 2], [2, 0, 0, 1, 0]])
     assert round_starts(a.accepted).sum(axis=1).tolist() == [3, 2]
     even = trace("b", [[1, 0, 1, 0], [1, 0, 1, 0]])
-    table = Table(["x", "y"], 2, [a, even], np.zeros(2), np.zeros(3))
+    table = Table(["x", "y"], 2, [a, even], np.zeros(2), np.zeros(3), np.full(2, 2))
     assert label_by_hindsight(table, ["x", "y"]) == {"a": 1, "b": 0}
 
 
@@ -305,7 +305,7 @@ def test_hindsight_labels_follow_the_order_of_the_pool(pool):
     """The pool may be a part of the table, in another order."""
     one = trace("a", [[2, 0, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]])  # rounds: 1, 3, 2, 3
     arms = ["ofa", "sql", "lookup", "suffix"]
-    table = Table(arms, 2, [one], np.zeros(4), np.zeros(5))
+    table = Table(arms, 2, [one], np.zeros(4), np.zeros(5), np.full(4, 2))
     assert pool[label_by_hindsight(table, pool)["a"]] == "lookup"
     with pytest.raises(CheckpointError, match="no arm math"):
         label_by_hindsight(table, [*pool, "math"])

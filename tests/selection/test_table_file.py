@@ -8,12 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from specctl.decoding.prompt_features import PromptClusters
-from specctl.errors import CheckpointError, UsageError
+from specctl.errors import CheckpointError
 from specctl.lab.recorded import table_file
-from specctl.lab.recorded.recording import Recording
 from specctl.lab.recorded.table_file import Header, read, read_table, write
 from specctl.lab.recorded.trace import of_arms
-from specctl.selection.game.losses import INNER
 from tests.selection.conftest import ARMS, DEPTH
 
 STAMP = {"target": {"name": "tiny", "revision": None}, "drafters": {"sql": "ab12", "lookup": "lookup"}, "exact": False}
@@ -106,8 +104,8 @@ def test_files_that_are_not_complete_tables_are_refused(file, tmp_path, monkeypa
     write(file, Header(ARMS, DEPTH, STAMP), [])
     with pytest.raises(CheckpointError, match="piece of an unfinished table"):
         read_table(file)
-    monkeypatch.setattr(table_file, "READABLE", (9,))
-    with pytest.raises(CheckpointError, match="version 5"):
+    monkeypatch.setattr(table_file, "VERSION", 9)
+    with pytest.raises(CheckpointError, match="version 5, but this specctl uses version 9"):
         read(file)
 
 
@@ -126,42 +124,3 @@ def test_training_clusters_are_read_back(file, made_up):
     assert [own.pairs for own in table.trained_on] == kinds
     assert [own.pairs for own in of_arms(table, [ARMS[2], ARMS[1]]).trained_on] == [kinds[2], []]
     assert all(isinstance(own, PromptClusters) for own in table.trained_on)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_tables_of_version_1_and_2_are_readable(file, made_up, monkeypatch, version):
-    """Their hits are booleans, and their overlaps, which were along the text, are ignored. Version 1 had no sessions,
-    neither as a column nor in the digest."""
-    rows = [made_up(place) for place in range(3)]
-    rows = [
-        dataclasses.replace(row, trace=dataclasses.replace(row.trace, hit=row.trace.hit > 0, prompt=None))
-        for row in rows
-    ]
-    if version == 1:
-        rows = [dataclasses.replace(row, trace=dataclasses.replace(row.trace, session=None)) for row in rows]
-    monkeypatch.setitem(table_file.ARRAYS, "hit", (np.bool_, 3))
-    place = table_file.SCHEMA.get_field_index("hit")
-    monkeypatch.setattr(table_file, "SCHEMA", table_file.SCHEMA.set(place, pa.field("hit", pa.list_(pa.bool_()))))
-    costs = {name: COSTS[name] for name in ("draft_s", "step_s")}
-    write(file, Header(ARMS, DEPTH, STAMP, costs, version), rows)
-    lacking = {"prompt", "context"} | ({"session"} if version == 1 else set())
-    pq.write_table(pq.read_table(file).drop_columns(sorted(lacking)), file)
-    assert not lacking & {*pq.read_schema(file).names}
-    monkeypatch.undo()
-    assert read_table(file).overheads is None and read_table(file).reach is None
-    for one, other in zip(read_table(file).traces, rows, strict=True):
-        assert np.array_equal(one.hit, np.where(other.trace.hit, INNER, 0)) and one.hit.dtype == np.uint8
-        assert one.overlap.shape == (*one.accepted.shape, 0) and one.session == other.trace.session
-        assert np.array_equal(one.gamma, other.trace.gamma) and np.array_equal(one.accepted, other.trace.accepted)
-
-
-def test_pieces_of_another_version_are_not_continued(file, made_up):
-    """Only half of the joined table would have overlaps along drafts."""
-    pieces = file.with_name("other.parquet.pieces")
-    pieces.mkdir()
-    write(pieces / "0000000.parquet", Header(ARMS, DEPTH, STAMP, version=2), [made_up(0)])
-    with (
-        pytest.raises(UsageError, match="version was 2, is 5"),
-        Recording(file.with_name("other.parquet"), Header(ARMS, DEPTH, STAMP), resume=True),
-    ):
-        pass

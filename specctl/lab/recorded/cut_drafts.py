@@ -39,9 +39,7 @@ def shortened(table: Table, lengths: Sequence[int]) -> Table:
     draft_s = table.draft_s[which] * shares
     step_s = table.step_s[0] + (table.step_s[1:][which] - table.step_s[0]) * shares
     traces = [_cut(trace, pairs) for trace in table.traces]
-    reach = None
-    if table.reach is not None:
-        reach = np.array([min(table.reach[arm], length) for arm, length in pairs], dtype=int)
+    reach = np.array([min(table.reach[arm], length) for arm, length in pairs], dtype=int)
     cut = Table(names, table.depth, traces, draft_s, np.append(table.step_s[0], step_s), reach, greedy=table.greedy)
     cut = with_plain(cut) if 0 in lengths else cut
     return of_arms(cut, cut.arms)
@@ -56,7 +54,7 @@ def with_plain(table: Table) -> Table:
         traces=[_with_plain(trace) for trace in table.traces],
         draft_s=np.append(0.0, table.draft_s),
         step_s=np.append(table.step_s[0], table.step_s),
-        reach=None if table.reach is None else np.append(0, table.reach),
+        reach=np.append(0, table.reach),
         overheads=overheads,
         trained_on=[PromptClusters.none(), *table.trained_on] if table.trained_on else (),
     )

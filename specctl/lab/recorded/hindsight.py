@@ -57,22 +57,17 @@ def round_starts(accepted: NDArray[np.int16]) -> NDArray[np.bool_]:
 
 
 def games(traces: list[Trace], reset: Reset, length: int) -> list[list[int]]:
-    """Indices of the traces between two resets. A session is taken from the recording, or is a run of one domain if the
-    table does not say; it has at most `length` traces."""
+    """Indices of the traces between two resets. A session is one of the recording, with at most `length` traces."""
     if reset == "stream":
         return [list(range(len(traces)))]
     parts: list[list[int]] = []
     for index, trace in enumerate(traces):
-        goes_on = parts and _session(trace) == _session(traces[index - 1]) and len(parts[-1]) < length
+        goes_on = parts and trace.session == traces[index - 1].session and len(parts[-1]) < length
         if reset == "session" and goes_on:
             parts[-1].append(index)
         else:
             parts.append([index])
     return parts
-
-
-def _session(trace: Trace) -> int | str:
-    return trace.domain if trace.session is None else trace.session
 
 
 def token_losses(trace: Trace, rules: Rules) -> Array:
@@ -142,7 +137,7 @@ class Hindsight:
         arms, known = len(self.table.arms), self.table.overheads
         if known is None:
             return np.zeros((len(self.tokens), arms))
-        return np.array([known.reading(np.full(arms, trace.prompt or 0)) for trace in self.table.traces])
+        return np.array([known.reading(np.full(arms, trace.prompt)) for trace in self.table.traces])
 
     def overheads(self, played: Iterable[PlayedGame], depth: int) -> tuple[Array, Array]:
         """[Q] seconds of catching up, and of scoring `depth` draft depths, in these games; 0 if not in the table."""
@@ -154,7 +149,7 @@ class Hindsight:
             for query in part.queries:
                 mine = part.query == query
                 arms, committed, scored = (values[mine].tolist() for values in (part.arms, part.committed, part.scored))
-                prompt = self.table.traces[query].prompt or 0
+                prompt = self.table.traces[query].prompt
                 reading[query], scoring[query] = known.of_text(prompt, arms, committed, scored, depth)
         return reading, scoring
 

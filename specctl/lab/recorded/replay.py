@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specctl.errors import CheckpointError
 from specctl.lab.recorded.hindsight import Hindsight, Ints, PlayedGame, Reset, games
 from specctl.lab.recorded.trace import Table, Trace
 from specctl.recipe.select import GameRecipe, PolicyRecipe
@@ -16,7 +15,7 @@ from specctl.selection.game.rewards import Outcome, surplus_lost
 from specctl.selection.game.rules import Rules, rules_for
 from specctl.selection.policies.contextual import ContextualUcb
 from specctl.selection.policies.policy import Arms, Array, seed_of
-from specctl.selection.policies.registry import build, contextual, learns
+from specctl.selection.policies.registry import build, contextual
 from specctl.selection.prompt_memory import PromptMemory
 
 CATCH_UP_TOKENS = 16  # missed tokens that an idle arm has to read, about
@@ -55,12 +54,7 @@ EVERY_QUERY = Resets()
 def replay(
     name: str, hindsight: Hindsight, policy: PolicyRecipe, game: GameRecipe, resets: Resets = EVERY_QUERY, seed: int = 0
 ) -> Replay:
-    """Play a policy on every trace, with a fresh one at every reset.
-
-    Raises:
-        UsageError: no policy has that name.
-        CheckpointError: the table lacks values that its rewards are made of.
-    """
+    """Play a policy on every trace, with a fresh one at every reset. Raises UsageError if no policy has that name."""
     table = hindsight.table
     rules = rules_on(table, name, game)
     parts = games(table.traces, resets.at, resets.session)
@@ -75,21 +69,11 @@ def replay(
 
 
 def rules_on(table: Table, name: str, recipe: GameRecipe) -> Rules:
-    """The rules of a policy's game on a table, with the table's declared costs.
-
-    Raises UsageError (no policy of that name), CheckpointError (the table does not know overlaps along drafts).
-    """
+    """The rules of a policy's game on a table, with the table's declared costs. UsageError if no policy has the
+    name."""
     costs = (table.draft_s + table.step_s[1:]).tolist()
-    reach = () if table.reach is None else tuple(table.reach.tolist())
-    rules = rules_for(name, recipe, table.depth, reach, table.greedy)
-    rules = replace(rules, costs=tuple(costs), step=float(table.step_s[0]))
-    if learns(name) == "reward" and rules.reward == "bd" and not all(t.overlap.shape[2] for t in table.traces):
-        raise CheckpointError(
-            f"the table lacks the overlaps that {name} needs: before version 3 it has overlaps along the text, "
-            "not of drafts",
-            hint="record the table again, or choose another reward (game.reward=be)",
-        )
-    return rules
+    rules = rules_for(name, recipe, table.depth, tuple(table.reach.tolist()), table.greedy)
+    return replace(rules, costs=tuple(costs), step=float(table.step_s[0]))
 
 
 def _play(game: Game, hindsight: Hindsight, queries: list[int], ends: bool, memory: PromptMemory | None) -> PlayedGame:

@@ -22,13 +22,8 @@ from specctl.errors import CheckpointError
 from specctl.lab.recorded.overheads import Overheads
 from specctl.lab.recorded.trace import Table, Trace
 from specctl.runs import atomic_write, sha256
-from specctl.selection.game.losses import INNER
 
 VERSION = 5
-READABLE = (1, 2, 3, 4, 5)
-"""Versions that can be read. 1 has no sessions. 1 and 2 have overlaps along the text only, and lack leaves, prompts and
-the costs of scoring. Versions from 4 on have features of prompts; version 5 also has the kinds of prompts that arms
-were trained on."""
 AGAIN = "record it again with --overwrite"
 HEADER, DIGEST = b"specctl.table", b"specctl.sha256"
 ARRAYS: dict[str, tuple[type[np.generic], int]] = {
@@ -131,7 +126,7 @@ def read(path: Path) -> tuple[Header, list[Recorded]]:
         raise CheckpointError(f"{path} is not a table of specctl", hint="record one: specctl record") from error
     except (OSError, ValueError, TypeError, AttributeError, MemoryError, pa.ArrowException) as error:
         raise _damaged(path, str(error).splitlines()[0]) from error
-    if version not in READABLE:
+    if version != VERSION:
         raise CheckpointError(
             f"{path} has table version {version}, but this specctl uses version {VERSION}", hint=AGAIN
         )
@@ -142,13 +137,7 @@ def read(path: Path) -> tuple[Header, list[Recorded]]:
         raise _damaged(path, str(error)) from error
     if _digest(text, rows) != metadata.get(DIGEST, b"").decode():
         raise _damaged(path, "its contents have changed since it was written")
-    return found, rows if version >= 3 else [_of_old(row) for row in rows]
-
-
-def _of_old(row: Recorded) -> Recorded:
-    """Drop the fields of a row that had another meaning before version 3."""
-    trace = row.trace
-    return replace(row, trace=replace(trace, overlap=trace.overlap[..., :0], hit=trace.hit * np.uint8(INNER)))
+    return found, rows
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
@@ -157,9 +146,6 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 
 def _unpacked(content: pa.Table) -> Iterable[dict[str, Any]]:
     """Rows as plain values and flat numpy arrays."""
-    for name in ("session", "prompt", "context"):
-        if name not in content.column_names:
-            content = content.append_column(name, pa.nulls(content.num_rows, SCHEMA.field(name).type))
     plain = {name: content[name].to_pylist() for name in SCHEMA.names if name not in ARRAYS}
     flat = {name: [one.values.to_numpy(zero_copy_only=False) for one in content[name]] for name in ARRAYS}
     columns = plain | flat
@@ -182,8 +168,8 @@ def _digest(text: str, rows: list[Recorded]) -> str:
     found = hashlib.sha256(text.encode())
     for row in rows:
         trace = row.trace
-        told = [value for value in (trace.session, trace.prompt) if value is not None]
-        found.update(repr((row.place, trace.query, trace.domain, trace.tokens, trace.ended, *told)).encode())
+        facts = (row.place, trace.query, trace.domain, trace.tokens, trace.ended, trace.session, trace.prompt)
+        found.update(repr(facts).encode())
         if trace.context is not None:
             found.update(trace.context.tobytes())
         for name, (kind, _) in ARRAYS.items():
@@ -200,7 +186,7 @@ def table_of(header: Header, rows: list[Recorded]) -> Table:
         traces=[row.trace for row in rows],
         draft_s=costs["draft_s"],
         step_s=costs["step_s"],
-        reach=costs.get("reach"),
+        reach=costs["reach"],
         overheads=overheads,
         trained_on=[PromptClusters.of(pairs) for pairs in header.trained_on],
         greedy=header.stamp.get("sampling", {}).get("temperature") == 0,

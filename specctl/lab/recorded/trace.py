@@ -19,19 +19,18 @@ class Trace:
 
     Attributes:
         query, domain: the prompt's id and domain. Traces of a stream keep its order.
-        session: number of the session in the recorded stream (None in tables that do not say).
-        prompt: number of its tokens (None in tables that do not say).
+        session: number of the session in the recorded stream.
+        prompt: number of its tokens.
         accepted: [N, T] draft tokens that are accepted if arm i drafts when t tokens are committed; a round then
             commits one more, at most T − t.
         drafted: [N, T] depth of that draft; −1 if the arm raised.
         gamma: [N, T, K] probability that arm i's proposal for token t at draft depth k is accepted (in the draft that
             was made when t − k + 1 tokens were committed); 0 if there is no such draft.
         overlap: [N, T, K] 1 − TV(p̄, q̄) at the k-th position of the draft that arm i makes when t tokens are
-            committed, along that draft and not the text, unfiltered at temperature 1 (BD); 0 after its end. K is 0 in
-            tables from before version 3, which do not have it.
+            committed, along that draft and not the text, unfiltered at temperature 1 (BD); 0 after its end.
         hit: [N, T, K] whether token t is among the arm's proposals there: 0, `LEAF` (a draft ends there), `INNER`.
         ended: whether the answer ended with an end-of-sequence token; otherwise it ended at its limit.
-        context: [D] features of the prompt (`prompt_features.features_of`, or None in tables that do not say).
+        context: [D] features of the prompt (`prompt_features.features_of`); None if unknown.
     """
 
     query: str
@@ -42,8 +41,8 @@ class Trace:
     overlap: NDArray[np.float32]
     hit: NDArray[np.uint8]
     ended: bool
-    session: int | None = None
-    prompt: int | None = None
+    session: int = 0
+    prompt: int = 0
     context: NDArray[np.float64] | None = None
 
     @property
@@ -60,9 +59,9 @@ class Table:
         depth: K.
         draft_s: [N] mean seconds of one proposal.
         step_s: [N + 1] seconds of a target step with one row, and with the rows of each arm's mean draft.
-        reach: [N] tokens of the longest draft that each arm can make (None in tables that do not say).
-        overheads: seconds of catching up and scoring (None in tables that do not say).
-        trained_on: the kinds of prompts that each arm was trained on; () in tables that do not say.
+        reach: [N] tokens of the longest draft that each arm can make.
+        overheads: seconds of catching up and scoring; None if all texts were too short to time them.
+        trained_on: the kinds of prompts that each arm was trained on; () if unknown.
         greedy: whether the answers were decoded at temperature 0.
         digest: of the file that the table was read from.
     """
@@ -72,7 +71,7 @@ class Table:
     traces: list[Trace]
     draft_s: NDArray[np.float64]
     step_s: NDArray[np.float64]
-    reach: NDArray[np.int64] | None = None
+    reach: NDArray[np.int64]
     overheads: Overheads | None = None
     trained_on: Sequence[PromptClusters] = ()
     greedy: bool = False
@@ -80,8 +79,7 @@ class Table:
 
 
 def of_arms(table: Table, names: Sequence[str]) -> Table:
-    """The table of these arms, in this order. K is their longest possible draft, as in live decoding; in tables that do
-    not say, the longest one that was recorded.
+    """The table of these arms, in this order. K is their longest possible draft, as in live decoding.
 
     Raises CheckpointError if the table lacks an arm.
     """
@@ -92,9 +90,7 @@ def of_arms(table: Table, names: Sequence[str]) -> Table:
             hint=f"record a table of a pool that contains {missing[0]}, or leave it out (arms.names)",
         )
     arms = [table.arms.index(name) for name in names]
-    reach = np.array([max(trace.drafted[arm].max(initial=0) for trace in table.traces) for arm in arms])
-    if table.reach is not None:
-        reach = table.reach[arms]
+    reach = table.reach[arms]
     depth = max(1, int(reach.max(initial=0)))
 
     def part(trace: Trace) -> Trace:
@@ -108,7 +104,7 @@ def of_arms(table: Table, names: Sequence[str]) -> Table:
         traces=[part(trace) for trace in table.traces],
         draft_s=table.draft_s[arms],
         step_s=table.step_s[[0, *(1 + arm for arm in arms)]],
-        reach=None if table.reach is None else reach,
+        reach=reach,
         overheads=table.overheads and table.overheads.of_arms(arms),
         trained_on=[table.trained_on[arm] for arm in arms] if table.trained_on else (),
     )
