@@ -7,10 +7,10 @@ it is put back at once.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,13 +18,13 @@ from specctl import progress
 from specctl.adaptation.skewed_t_test import mean_gain_is_significant
 from specctl.adaptation.traffic import ServedText
 from specctl.adaptation.updates.watchdog import Acceptance
+from specctl.engines.client import Client
 from specctl.engines.records import (
     DraftCounters,
     EngineError,
     GenerationRequest,
     GenerationResult,
     LoadedDrafter,
-    Refusal,
 )
 from specctl.recipe import PublicationRecipe
 from specctl.training.checkpoint import discard
@@ -33,16 +33,6 @@ VERSIONS = "versions"
 SILENT_HINT = (
     "start vLLM with --per-request-spec-decode-metrics summary, or trust the learner with publication.probes=0"
 )
-
-
-class Engines(Protocol):
-    """The part of `engines.client.Client` that publishing needs."""
-
-    def answers(self, asks: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult | Refusal]]: ...
-
-    def publish(self, directory: Path, version: str) -> None: ...
-
-    def loaded(self) -> list[LoadedDrafter]: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,7 @@ class Publisher:
         restored: number of times it was published again because the engines drafted with something else.
     """
 
-    engines: Engines
+    engines: Client
     write: Callable[[Path, Path], None]
     place: Path
     options: PublicationRecipe

@@ -87,7 +87,8 @@ class Ensemble:
         return formulas.mean_of(self.p, [member.w for member in self.members])
 
     def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> UpdateOutcome:
-        """Learn from a chunk that was decoded with `play()`: batches, which are iterated once per epoch.
+        """Learn from a chunk that was decoded with `play()`: batches, which are iterated once per epoch. A loss or
+        gradient that is not finite raises no exception: the outcome is `refused`.
 
         `held` are held-out texts, a batch each, that are not learned from here. They decide how far every member moves
         along its descent, or whether it goes back to the start. (A rate that follows a change of domain fast does harm

@@ -1,7 +1,7 @@
 """Registry of the learners of `specctl online`, by name: a chunk of verified text in, weights to draft with out."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -11,41 +11,8 @@ from specctl.adaptation.updates.objective import Objective
 from specctl.recipe.learner import Algo, LearnerRecipe
 
 
-class Learner(Protocol):
-    """Protocol of a learner: `play` before a chunk is decoded, `learn` after it; `state` is complete between chunks."""
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """η of every member."""
-        ...
-
-    def play(self) -> Tensor:
-        """[P] the weights that the next chunk is decoded with."""
-        ...
-
-    def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> UpdateOutcome:
-        """Learn from a decoded chunk: its batches, which can be iterated once per epoch. `held` are held-out texts, a
-        batch each, that judge the result.
-
-        A loss or gradient that is not finite raises no exception. The outcome is `refused`, and nothing is learned.
-        """
-        ...
-
-    def slow(self, factor: float) -> None:
-        """Multiply the learning rates."""
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """Everything learned. The tensors are not changed later, so a state can be kept without a copy."""
-        ...
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Restore a `state()`. Raises CheckpointError if it belongs to another learner."""
-        ...
-
-
 class Static:
-    """`static`: the drafter never changes."""
+    """`static`: the drafter never changes. It has the methods of `Ensemble`."""
 
     rates: tuple[float, ...] = ()
 
@@ -66,6 +33,10 @@ class Static:
 
     def restore(self, state: dict[str, Tensor]) -> None:
         pass
+
+
+Learner = Static | Ensemble
+"""`play` before a chunk is decoded, `learn` after it; `state` is complete between chunks."""
 
 
 def make_learner(objective: Objective, options: LearnerRecipe, start: Tensor) -> Learner:

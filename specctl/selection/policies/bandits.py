@@ -8,7 +8,7 @@ from math import log, sqrt
 from typing import ClassVar
 
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policies.policy import Arms, BasePolicy, Learns, Numbers, Scale, argmax, one_hot
+from specctl.selection.policies.policy import Arms, Learns, Numbers, Policy, Scale, argmax, one_hot
 
 
 def ucbspec_radius(n: float, t: int, N: int, K: int, delta: float) -> float:
@@ -21,7 +21,7 @@ def ucb_radius(n: float, t: float, beta: float) -> float:
     return beta * sqrt(2 * log(t) / n)
 
 
-class Index(BasePolicy):
+class Index(Policy):
     """Base of the index policies: arms that were never pulled come first, in order; then the largest index."""
 
     learns: ClassVar[Learns] = "reward"

@@ -2,10 +2,10 @@
 
 from specctl.errors import UsageError
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policies.policy import Arms, BasePolicy, Numbers, one_hot
+from specctl.selection.policies.policy import Arms, Numbers, Policy, one_hot
 
 
-class FixedArm(BasePolicy):
+class FixedArm(Policy):
     """`fixed`: always the same arm."""
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
@@ -20,7 +20,7 @@ class FixedArm(BasePolicy):
         return one_hot(self._arm, self.arms.count)
 
 
-class Random(BasePolicy):
+class Random(Policy):
     """`random`: all arms with equal probability, drawn anew each round."""
 
     def __init__(self, arms: Arms, options: PolicyRecipe):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policies.policy import Arms, BasePolicy, Learns, Numbers, argmax, one_hot
+from specctl.selection.policies.policy import Arms, Learns, Numbers, Policy, argmax, one_hot
 
 # β, scale of the uncertainty that is added to a mean (the paper's proof asks for far more). Averaged over orders of the
 # prompts, 0.5 chooses as well; but if a stream begins with one kind of prompts, with 0.5 some arms are never tried at
@@ -101,7 +101,7 @@ class ArmRounds(NamedTuple):
     squares: float
 
 
-class ContextualUcb(BasePolicy):
+class ContextualUcb(Policy):
     """`cgp-ucb`: the arm with the largest upper bound, given the prompt and the text's own rounds. If nothing is known
     yet, every arm plays once, and then the best one."""
 

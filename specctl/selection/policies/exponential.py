@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies.hedge import exponential_weights
-from specctl.selection.policies.policy import Arms, BasePolicy, Learns, Numbers, Scale, normalized
+from specctl.selection.policies.policy import Arms, Learns, Numbers, Policy, Scale, normalized
 
 
 def importance_weighted(arm: int, value: float, p: Sequence[float]) -> Numbers:
@@ -26,7 +26,7 @@ def mixed_weights(log_w: Sequence[float], mix: float) -> Numbers:
     return [(1 - mix) * share + mix / len(log_w) for share in normalized(exp(weight - top) for weight in log_w)]
 
 
-class Exp3Spec(BasePolicy):
+class Exp3Spec(Policy):
     """`exp3spec`: loss (K + 1 − Y)/K, η_t = √(ln N/(t N)) (BanditSpec, Algorithms 5 and 9); Z [N] estimated losses."""
 
     learns: ClassVar[Learns] = "reward"
@@ -49,7 +49,7 @@ class Exp3Spec(BasePolicy):
         return exponential_weights(self.Z, self._eta or sqrt(log(N) / (self.t * N)))
 
 
-class MetaExp3(BasePolicy):
+class MetaExp3(Policy):
     """`metasd-exp3`: w_j ← w_j exp(γ r̂_j/N), with uniform exploration γ (MetaSD, Algorithm 7)."""
 
     learns: ClassVar[Learns] = "reward"

@@ -5,7 +5,7 @@ from math import ceil, floor, log, log2
 from typing import ClassVar
 
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policies.policy import Arms, BasePolicy, Learns, Numbers, one_hot
+from specctl.selection.policies.policy import Arms, Learns, Numbers, Policy, one_hot
 
 
 def halvings(N: int, literal: bool) -> int:
@@ -19,7 +19,7 @@ def survivors(arms: list[int], means: Sequence[float], literal: bool) -> list[in
     return sorted(order[: ceil(len(arms) / 2)])
 
 
-class SequentialHalving(BasePolicy):
+class SequentialHalving(Policy):
     """`metasd-sh`: every survivor is pulled `period` times, in order, before each halving (MetaSD, Algorithm 5).
 
     It departs from the printed rule, which `literal` follows, in two ways. It keeps the better half, and its means are

@@ -11,7 +11,7 @@ from operator import add
 from typing import ClassVar
 
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policies.policy import Arms, BasePolicy, Learns, Numbers, dot, normalized
+from specctl.selection.policies.policy import Arms, Learns, Numbers, Policy, dot, normalized
 
 
 def leader_weights(L: Numbers) -> Numbers:
@@ -81,7 +81,7 @@ def adanormalhedge_weights(R: Numbers, C: Numbers) -> Numbers:
     return normalized(weights) if any(weights) else [1 / len(R)] * len(R)
 
 
-class HedgeLearner(BasePolicy):
+class HedgeLearner(Policy):
     """Base of the full-information learners, which can forget everything and begin again."""
 
     learns: ClassVar[Learns] = "losses"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,42 +42,13 @@ def seed_of(seed: int, query: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {query}".encode(), digest_size=8).digest())
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """A rule that plays N arms; plain numbers in, plain numbers out, no torch.
 
-    `learns` is the kind of its feedback: nothing; the reward of the arm it played (a bandit); or the losses of all arms
-    in [0, 1] (full information). `scale` is the scale of rewards in the policy's paper: [0, 1], or tokens in [1, K +
-    1].
-    """
-
-    learns: ClassVar[Learns]
-    scale: ClassVar[Scale]
-
-    def weights(self) -> Numbers:
-        """[N] probabilities of playing each arm next, one-hot for a deterministic rule. Do not change the list."""
-        ...
-
-    def choose(self) -> int:
-        """The arm to play this round."""
-        ...
-
-    def reward(self, arm: int, reward: float) -> None:
-        """Learn from the reward of a round of `arm`, on the policy's `scale`. Bandits only."""
-        ...
-
-    def losses(self, losses: Sequence[float]) -> None:
-        """Learn from the losses [N] in [0, 1] of all arms at one token. Full information only."""
-        ...
-
-    def forget(self) -> None:
-        """Begin again with nothing learned: the world has changed. Full information only."""
-        ...
-
-
-class BasePolicy(ABC):
-    """Common part of the policies: compute the weights once per change, and draw the arm.
-
-    A subclass defines `_weigh`, and calls `_changed` whenever its knowledge changes.
+    A subclass defines `_weigh`, and calls `_changed` whenever its knowledge changes: the weights are computed once per
+    change. `learns` is the kind of its feedback: nothing; the reward of the arm it played (a bandit); or the losses of
+    all arms in [0, 1] (full information). `scale` is the scale of rewards in the policy's paper: [0, 1], or tokens in
+    [1, K + 1].
     """
 
     learns: ClassVar[Learns] = "nothing"
@@ -98,11 +69,13 @@ class BasePolicy(ABC):
         self._weights = self._cumulated = None
 
     def weights(self) -> Numbers:
+        """[N] probabilities of playing each arm next, one-hot for a deterministic rule. Do not change the list."""
         if self._weights is None:
             self._weights = self._weigh()
         return self._weights
 
     def choose(self) -> int:
+        """The arm to play this round."""
         weights = self.weights()
         if self.play == "argmax":
             return argmax(weights)
@@ -113,13 +86,13 @@ class BasePolicy(ABC):
         return min(drawn, len(weights) - 1)
 
     def reward(self, arm: int, reward: float) -> None:  # noqa: B027  most rules learn from one of the two only
-        """Ignore the reward; bandits override this."""
+        """Learn from the reward of a round of `arm`, on the policy's `scale`. Bandits only."""
 
     def losses(self, losses: Sequence[float]) -> None:  # noqa: B027
-        """Ignore the losses; full-information policies override this."""
+        """Learn from the losses [N] in [0, 1] of all arms at one token. Full information only."""
 
     def forget(self) -> None:  # noqa: B027
-        """Do nothing; full-information policies override this."""
+        """Begin again with nothing learned: the world has changed. Full information only."""
 
 
 def one_hot(arm: int, count: int) -> Numbers:
