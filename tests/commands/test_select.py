@@ -32,6 +32,7 @@ from specctl.lab.record.recipe import RecordRecipe
 from specctl.lab.record.run import record_pool
 from specctl.lab.recorded.hindsight import Hindsight, round_starts
 from specctl.lab.recorded.table_file import read_table
+from specctl.lab.recorded.trace import of_arms
 from specctl.lab.replay.recipe import ReplayRecipe
 from specctl.lab.replay.run import play_table, replay_table
 from specctl.lab.train_router.recipe import TrainRouterRecipe
@@ -727,9 +728,7 @@ def test_a_replay_plays_every_seed(tmp_path, target, pool, recorded):
     for one, other in zip(live.policies, found.policies, strict=False):
         assert (one.algo, one.rounds, one.regret) == (other.algo, other.rounds, other.regret)
     assert (live.pulls, live.queries, live.oracle_mat) == (found.pulls, found.queries, pytest.approx(found.oracle_mat))
-    alone = [
-        replay_table(recipe(prompts, replay=table, seeds=[seed], **options)).rows[0].rounds for seed in seeds["seeds"]
-    ]
+    alone = [replay_table(recipe(prompts, replay=table, seeds=[seed], **options)).rounds for seed in seeds["seeds"]]
     assert found.rounds == sum(alone) and alone[0] != alone[1]
     named = {"seeds": 2, "reset": "session", "intervals_over": "2 seeds × 2 sessions", "yardstick": "mat"}
     digest = hashlib.sha256(table.read_bytes()).hexdigest()
@@ -751,7 +750,7 @@ def test_recipes_with_the_constants_of_the_papers(recorded, name, constants):
     assert resolve("select", f"replicate/{name}").beside == "none"
     made = resolve("replay", f"replicate/{name}", [f"replay={table}", "seeds=[0]"])
     assert made.game.model_dump().items() >= constants.items() and made.reset == "query"
-    rows = {row.algo: row for row in replay_table(made).rows if row.kind == "policy"}
+    rows = {row.algo: row for row in replay_table(made).policies if row.kind == "policy"}
     assert list(rows) == made.algo and all(row.mat >= 1 for row in rows.values())
 
 
@@ -765,7 +764,7 @@ def test_modelled_speeds_pay_for_scoring(tmp_path, prompts, target, recorded):
     """Full information scores all arms, which takes time, in a replay as in live decoding."""
     _, table, _ = recorded
     made = recipe(prompts, replay=table, algo=["hedgespec", "random"], reset="session")
-    rows = {row.algo: row for row in replay_table(made).rows}
+    rows = {row.algo: row for row in replay_table(made).policies}
     assert rows["hedgespec"].score_share > 0 and rows["hedgespec"].scorings > 0
     assert rows["random"].score_share is None and rows["random"].scorings == 0
 
@@ -809,7 +808,7 @@ def test_a_replay_certifies_its_policies(monkeypatch):
     table = specialists(60, 45, seed=3, N=3)
     monkeypatch.setattr("specctl.lab.replay.run.read_table", lambda path: table)
     done = replay_table(ReplayRecipe(replay="t", algo=["fixed", "cgp-ucb"], seeds=[0, 1], game={"loss": "length"}))
-    rows = {row.algo: row for row in done.rows}
+    rows = {row.algo: row for row in done.policies}
     hindsight = Hindsight(table)
     seconds = hindsight.rounds[:, 0] * hindsight.cost[0]
     plain = of_stream(seconds / (hindsight.tokens * table.step_s[0]))
@@ -849,8 +848,8 @@ def test_k_is_that_of_the_arms_that_play(tmp_path, prompts, target, pool):
     options = dict(algo=["ucbspec"], arms=some, reset="session")
     live, _, _ = selected(tmp_path, recipe(prompts, **options), target, {n: pool[n] for n in some["names"]})
     again = replay_table(recipe(prompts, replay=table, **options))
-    assert again.table.depth == 4 and read_table(table).depth == 9
-    assert (live.rounds, live.pulls) == (again.rows[0].rounds, again.rows[0].pulls)
+    assert read_table(table).depth == 9 and of_arms(read_table(table), some["names"]).depth == 4
+    assert (live.rounds, live.pulls) == (again.rounds, again.pulls)
 
 
 @pytest.mark.parametrize("order", [["suffix", "good"], ["good", "lookup", "suffix"]])

@@ -13,8 +13,8 @@ from specctl.lab.recorded.regret import (
     loss_regret,
     mat_by_domain,
     mean_curve,
+    row,
     stopping_regret,
-    summarize,
 )
 from specctl.lab.recorded.replay import Resets, draft_all, oracle, replay
 from specctl.lab.recorded.trace import Trace
@@ -28,6 +28,10 @@ GAME = GameRecipe(loss="length", depth=2, warmup_rounds=2)
 
 def played(name, hindsight, seed=0, reset="query", session=1, **options):
     return replay(name, hindsight, PolicyRecipe(**options), GAME, Resets(reset, session), seed)
+
+
+def summarize(run, hindsight, kind="policy"):
+    return row(run.name, kind, [run], hindsight)
 
 
 def scripted(accepted, domain="d", K=3):
@@ -70,7 +74,7 @@ def test_an_answer_without_decoded_tokens_has_no_rounds(name):
     for reset in ("query", "session"):
         run = played(name, hand, reset=reset, session=3)
         assert run.rounds[[0, 2]].tolist() == [0, 0]
-        summary = summarize([run], hand)
+        summary = summarize(run, hand)
         assert summary.mat == pytest.approx(7 / run.rounds[1])
         assert late_share([run], hand, 2) is not None and len(stopping_regret(run.played[0], hand)) in (0, 7)
     with pytest.raises(DataError, match="no decoded tokens"):
@@ -106,9 +110,9 @@ def test_every_policy_decodes_all_tokens_and_does_not_beat_the_oracle(hindsight,
     committed = np.concatenate([part.committed for part in run.played])
     query = np.concatenate([part.query for part in run.played])
     assert (np.bincount(query, committed) == hindsight.tokens).all()
-    summary = summarize([run], hindsight)
-    assert summary.oracle_share <= 1 and summary.regret >= 0
-    assert sum(summary.pulls) == summary.rounds.sum() == run.rounds.sum()
+    summary = summarize(run, hindsight)
+    assert summary.share_of_best <= 1 and summary.regret >= 0
+    assert sum(summary.pulls.values()) == summary.rounds == run.rounds.sum()
     assert summary.mat == pytest.approx(hindsight.tokens.sum() / run.rounds.sum())
 
 
@@ -125,8 +129,8 @@ def test_the_oracle_plays_the_best_arm_of_each_game(hindsight):
     assert (best.rounds == hindsight.rounds.min(axis=1)).all()
     whole = oracle(hindsight, "stream")
     assert whole.rounds.sum() == hindsight.rounds.sum(axis=0).min()
-    summary = summarize([whole], hindsight)
-    assert (summary.oracle_share, summary.best_arm_ratio, summary.regret) == (1, 1, 0)
+    summary = summarize(whole, hindsight)
+    assert (summary.share_of_best, summary.best_arm_ratio, summary.regret) == (1, 1, 0)
 
 
 def test_games_end_with_a_recorded_session_or_when_it_is_long():
@@ -192,7 +196,7 @@ def test_policies_learn_within_sessions_of_one_domain(hindsight, name):
     """With sessions of four queries of one domain later queries profit. Never resetting does not help, because domains
     change."""
     share = {
-        reset: summarize([played(name, hindsight, reset=reset, session=4)], hindsight).mat
+        reset: summarize(played(name, hindsight, reset=reset, session=4), hindsight).mat
         for reset in ("query", "session", "stream")
     }
     assert share["session"] > share["query"]
@@ -205,7 +209,7 @@ def test_the_drift_test_helps_when_the_domain_changes():
     stream = Hindsight(specialists(40, 45, seed=3, run=4, bad=0.3))
     mat = {
         drift: summarize(
-            [replay("hedgespec", stream, PolicyRecipe(), GameRecipe(drift=drift), Resets("stream"))], stream
+            replay("hedgespec", stream, PolicyRecipe(), GameRecipe(drift=drift), Resets("stream")), stream
         ).mat
         for drift in (None, GAME.drift)
     }
@@ -249,7 +253,7 @@ def test_the_late_share_counts_rounds_after_the_given_token(hindsight):
     assert late_share([oracle(hindsight)], hindsight, 20) == 1
     assert late_share([oracle(hindsight)], hindsight, 45) is None, "no game has more tokens"
     hedge = played("hedgespec", hindsight)
-    assert late_share([hedge], hindsight, 20) > summarize([hedge], hindsight).oracle_share
+    assert late_share([hedge], hindsight, 20) > summarize(hedge, hindsight).share_of_best
     hand = Hindsight(table_of([scripted(BY_HAND)]))
     assert late_share([played("fixed", hand, arm=0)], hand, 2) == pytest.approx(1 / 3), "1 round of arm 1, 3 of arm 0"
 
@@ -283,10 +287,10 @@ def test_the_throughput_oracle_plays_the_fastest_arm():
     table.draft_s[:] = [0.0, 0.020]
     mat, speed = Hindsight(table), Hindsight(table, "throughput")
     assert (mat.best([0]), speed.best([0])) == (1, 0)
-    found = summarize([oracle(speed)], speed)
-    assert (found.oracle_share, found.best_arm_ratio, found.mat) == (1, 1, pytest.approx(7 / 4))
-    slow = summarize([played("fixed", speed, arm=1)], speed)
-    assert slow.oracle_share == pytest.approx(4 * 0.010 / (3 * 0.030)) and slow.mat > found.mat
+    found = summarize(oracle(speed), speed)
+    assert (found.share_of_best, found.best_arm_ratio, found.mat) == (1, 1, pytest.approx(7 / 4))
+    slow = summarize(played("fixed", speed, arm=1), speed)
+    assert slow.share_of_best == pytest.approx(4 * 0.010 / (3 * 0.030)) and slow.mat > found.mat
 
 
 def test_a_mean_curve_averages_only_the_curves_that_reach_each_point():
@@ -294,7 +298,7 @@ def test_a_mean_curve_averages_only_the_curves_that_reach_each_point():
     assert mean_curve([np.eye(2), np.zeros((1, 2))]).tolist() == [[0.5, 0], [0, 1]]
 
 
-def test_the_summary_of_draft_all_has_no_choices(hindsight):
-    summary = summarize([draft_all(hindsight)], hindsight)
+def test_the_row_of_draft_all_has_no_choices(hindsight):
+    summary = summarize(draft_all(hindsight), hindsight, "baseline")
     assert summary.best_arm_ratio is summary.decide_us_p50 is None
-    assert summary.mat >= summary.oracle_mat
+    assert summary.mat >= summarize(oracle(hindsight), hindsight).mat

@@ -1,6 +1,7 @@
 """`specctl record`: write the table of a pool once, to replay policies on it."""
 
 from dataclasses import replace
+from typing import Any
 
 from specctl.commands.select import PoolOnStream, load_stream
 from specctl.decoding.protocols import Drafter
@@ -11,9 +12,9 @@ from specctl.lab.record.recipe import RecordRecipe
 from specctl.lab.recorded import recorder
 from specctl.lab.recorded.recording import check_free
 from specctl.lab.replay.recipe import ReplayRecipe, SeedRecipe
-from specctl.lab.replay.run import replay_table, result_of
+from specctl.lab.replay.run import replay_table
 from specctl.measuring.records import fingerprints
-from specctl.measuring.select_result import SelectResult
+from specctl.measuring.select_result import SelectResult, top_fields
 from specctl.runs import Run
 from specctl.selection.arm import Arm
 from specctl.selection.arms import longest_draft
@@ -34,11 +35,11 @@ def record_pool(
     pooled.begin(run)
     seed = SeedRecipe(seed=recipe.sampling.seed)
     alone = ReplayRecipe(replay=recipe.table, algo=["fixed"], arms=recipe.arms, session=recipe.session, sampling=seed)
-    replayed = replay_table(alone)
-    arms = [replace(row, failures=failures.get(row.algo, 0)) for row in replayed.rows if row.algo != "fixed"]
+    result = replay_table(alone)
+    arms = [replace(row, failures=failures.get(row.algo, 0)) for row in result.policies if row.algo != "fixed"]
     best = max((row for row in arms if row.kind == "arm"), key=lambda row: row.mat or 0.0)
-    result = result_of(alone, replace(replayed, rows=[best, *arms]))
-    return replace(result, mode="record", policies=arms, curves={}, at_least=None, rejected=pooled.rejections.count)
+    shown: dict[str, Any] = dict(policies=arms, curves={}, per_domain=[], at_least=None, **top_fields(best))
+    return replace(result, mode="record", rejected=pooled.rejections.count, **shown)
 
 
 def record_table(recipe: RecordRecipe, pooled: PoolOnStream) -> dict[str, int]:

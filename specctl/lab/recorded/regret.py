@@ -1,58 +1,16 @@
 """Measures of replays: mat, shares of the best arm in hindsight, regrets over tokens, bootstrap intervals."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from specctl.decoding.metrics import Interval
 from specctl.lab.recorded.hindsight import Hindsight, Ints, PlayedGame
 from specctl.lab.recorded.replay import Replay
+from specctl.measuring.measured import Measured, columns
+from specctl.measuring.policy_rows import LONG_GAME_TOKENS, PolicyRow
 from specctl.selection.game.rules import Rules
 from specctl.selection.policies.policy import Array
-
-Interval = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The replays of one policy with several seeds, in numbers: sums over seeds and games.
-
-    Attributes:
-        games: G, number of games from reset to reset.
-        tokens, rounds, seconds, scoring_s: [S, G] of every seed and game.
-        mat: tokens ÷ rounds.
-        oracle_mat: mat of the best single arm of every game.
-        best, policy: [S, G] rounds (by throughput: seconds) of the best arm of each game, and of the policy.
-        oracle_share: Σ best ÷ Σ own.
-        regret: stopping-time regret, rounds − the best arm's rounds, mean over games.
-        best_arm_ratio: rounds that the game's best arm played ÷ rounds.
-        pulls: [N] rounds of each arm.
-        scorings: number of rounds after which idle arms were scored.
-        tokens_per_s: by the table's cost model.
-        *_interval: see `bootstrap_ratio`.
-    """
-
-    algo: str
-    games: int
-    tokens: Array
-    rounds: Array
-    seconds: Array
-    scoring_s: Array
-    mat: float
-    mat_interval: Interval | None
-    oracle_mat: float
-    best: Array
-    policy: Array
-    oracle_share: float
-    oracle_share_interval: Interval | None
-    regret: float
-    best_arm_ratio: float | None
-    pulls: list[int]
-    scorings: int
-    tokens_per_s: float
-    tokens_per_s_interval: Interval | None
-    decide_us_p50: float | None
-    dropped: int
 
 
 def bootstrap_ratio(
@@ -77,46 +35,56 @@ def per_game(values: Array | Ints, games: list[list[int]]) -> Array:
     return np.array([values[queries].sum() for queries in games], dtype=float)
 
 
-def summarize(replays: Sequence[Replay], hindsight: Hindsight, seed: int = 0) -> Summary:
-    """Summarize a policy's replays, one per seed; `seed` is for the bootstrap."""
-    games = replays[0].games
+def row(
+    name: str, kind: str, replays: Sequence[Replay], hindsight: Hindsight, fastest: Sequence[Replay] = ()
+) -> PolicyRow:
+    """The row of a contender, with the columns of a live run, from its replays, one per seed. Ratios are of sums over
+    seeds and games, [S, G]; seconds come from the table's cost model.
 
-    def cells(name: str) -> Array:
-        return np.array([per_game(getattr(run, name), games) for run in replays])
+    `fastest`: replays of the fastest arm alone.
+    """
+    games, plain_s = replays[0].games, float(hindsight.table.step_s[0])
+
+    def cells(field: str, runs: Sequence[Replay] = replays) -> Array:
+        return np.array([per_game(getattr(run, field), games) for run in runs])
 
     rounds, seconds = cells("rounds"), cells("seconds")
     tokens = np.tile(per_game(hindsight.tokens, games), (len(replays), 1))
-    arms = [hindsight.best(queries) for queries in games]
-    best = np.array([hindsight.single_arm_cost[queries, arm].sum() for queries, arm in zip(games, arms, strict=True)])
-    passes = np.array([hindsight.rounds[queries, arm].sum() for queries, arm in zip(games, arms, strict=True)])
-    own = rounds if hindsight.by == "mat" else seconds
-    best = np.tile(best, (len(replays), 1))
+    best_arms = [(queries, hindsight.best(queries)) for queries in games]
+    best = np.tile([hindsight.single_arm_cost[queries, arm].sum() for queries, arm in best_arms], (len(replays), 1))
+    passes = np.array([hindsight.rounds[queries, arm].sum() for queries, arm in best_arms])
+    by_mat, chooses = hindsight.by == "mat", kind == "policy"
+    own = rounds if by_mat else seconds
+    long = tokens[0] >= LONG_GAME_TOKENS
     played = [part for run in replays for part in run.played]
     pulled = np.concatenate([part.arms for part in played] or [np.zeros(0, int)])
-    chosen = len(pulled) > 0
-    return Summary(
-        algo=replays[0].name,
-        games=len(games),
-        tokens=tokens,
-        rounds=rounds,
-        seconds=seconds,
-        scoring_s=cells("scoring_s"),
-        mat=float(tokens.sum() / rounds.sum()),
-        mat_interval=bootstrap_ratio(tokens, rounds, seed),
-        oracle_mat=float(tokens[0].sum() / passes.sum()),
-        best=best,
-        policy=own,
-        oracle_share=float(best.sum() / own.sum()),
-        oracle_share_interval=bootstrap_ratio(best, own, seed),
-        regret=float((rounds - passes).mean()),
-        best_arm_ratio=sum(int((part.arms == part.best).sum()) for part in played) / len(pulled) if chosen else None,
-        pulls=np.bincount(pulled, minlength=len(hindsight.table.arms)).tolist(),
-        scorings=sum(int((part.scored > 0).sum()) for part in played),
+    pulls = np.bincount(pulled, minlength=len(hindsight.table.arms)).tolist()
+    on_best = sum(int((part.arms == part.best).sum()) for part in played)
+    return PolicyRow(
+        algo=name,
+        kind=kind,
         tokens_per_s=float(tokens.sum() / seconds.sum()),
-        tokens_per_s_interval=bootstrap_ratio(tokens, seconds, seed),
-        decide_us_p50=float(np.median(np.concatenate([part.decide_us for part in played]))) if chosen else None,
+        share_of_best_256=float(best[:, long].sum() / own[:, long].sum()) if long.any() else None,
+        share_after_256=late_share(replays, hindsight, LONG_GAME_TOKENS) if chooses and by_mat else None,
+        regret=round(float((rounds - passes).sum())) if by_mat else None,
+        best_arm_ratio=on_best / len(pulled) if len(pulled) else None,
+        rounds=int(rounds.sum()),
+        pulls={arm: count for arm, count in zip(hindsight.table.arms, pulls, strict=True) if count},
+        decide_us_p50=float(np.median(np.concatenate([part.decide_us for part in played]))) if chooses else None,
+        scorings=sum(int((part.scored > 0).sum()) for part in played) if chooses else None,
+        score_share=float(cells("scoring_s").sum() / seconds.sum()) or None,
         dropped=sum(part.dropped for part in played),
+        **columns(
+            mat=_ratio(tokens, rounds),
+            speedup=_ratio(tokens * plain_s, seconds),
+            over_best_arm=_ratio(cells("seconds", fastest), seconds) if fastest else Measured(),
+            share_of_best=_ratio(best, own),
+        ),
     )
+
+
+def _ratio(top: Array, bottom: Array) -> Measured:
+    return Measured(float(top.sum() / bottom.sum()), bootstrap_ratio(top, bottom))
 
 
 def mat_by_domain(replays: Sequence[Replay], hindsight: Hindsight) -> dict[str, float]:
