@@ -98,11 +98,6 @@ class OnlineDrafter(StreamLearner):
         return new_buffer(self.recipe, self.target, taps)
 
     def retarget(self, target: Target) -> None:
-        """Draft for, and learn from, another target from now on: a later checkpoint of the same model.
-
-        The learned weights stay; texts of the old target are forgotten. Raises CheckpointError if the drafter does not
-        fit.
-        """
         checkpoint.check_target(self.trainable.config(), target)
         self.target = target
         self.trainable.retarget(target)
@@ -112,7 +107,7 @@ class OnlineDrafter(StreamLearner):
 
     def play(self) -> Drafter:
         """Build a drafter from the weights that the learner plays."""
-        return self.drafter_of(self.learner.play())
+        return self.drafter_of(self.played())
 
     def played(self) -> torch.Tensor:
         """[P] the weights that the learner plays."""
@@ -133,12 +128,16 @@ class OnlineDrafter(StreamLearner):
         if lesson.outcome.status in ("static", "rested") and lesson.ruling != "rollback":
             return lesson
         # Even if no member moved, the played weights may change: Hedge weighs the members anew.
+        return replace(lesson, swap_s=self._swap())
+
+    def _swap(self) -> float:
+        """Draft with the played weights from now on; return the seconds this took."""
         began = time.perf_counter()
         drafter = self.play()
         if not take_weights(self.drafter, drafter):
             self.drafter = drafter
         synchronise(self.target.device)
-        return replace(lesson, swap_s=time.perf_counter() - began)
+        return time.perf_counter() - began
 
     def learn_within_budget(self, acceptance: Acceptance, decode_s: float) -> Lesson:
         """Learn from the chunk that was just answered in `decode_s` seconds, if the time budget allows it; `drafter`

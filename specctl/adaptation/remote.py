@@ -35,8 +35,6 @@ from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk, Failed, LearnerResult, PackedTensors, Ready, State, WorkerLearner
 from specctl.decoding.target import Target
-from specctl.decoding.timing import synchronise
-from specctl.drafters.renewal import take_weights
 from specctl.errors import SpecctlError
 from specctl.progress import interrupts, warn
 from specctl.recipe import OnlineRecipe
@@ -136,6 +134,7 @@ class AsyncOnlineDrafter(OnlineDrafter):
     name = ""
     process: LearnerProcess
     in_background = False  # whether the worker gives way to other processes, and sends weights without a state
+    _vector: Tensor | None = None  # [P] the newest weights, or None before the first update
 
     def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int, start: Path | None = None):
         """Raises SpecctlError if the worker cannot start. A learner in the background waits for `start_process`."""
@@ -147,7 +146,6 @@ class AsyncOnlineDrafter(OnlineDrafter):
         self._learner_state: State = super().state()  # the learner's newest state
         self.sent: list[Chunk] = []  # chunks that the learner has at the moment
         self.waiting: list[Chunk] = []  # chunks to send next
-        self._vector: Tensor | None = None  # [P] the newest weights, or None before the first update
         self._swap_s, self._warned = 0.0, False  # since the last chunk; whether drops were reported
         if not self.in_background:
             start_process([self])
@@ -235,7 +233,7 @@ class AsyncOnlineDrafter(OnlineDrafter):
             while self.pending and time.monotonic() < until:
                 interrupts.check()
                 self.receive(1.0)
-            self._swap()
+            self._swap_s += self._swap()
         self.close()
 
     def close(self) -> None:
@@ -272,15 +270,7 @@ class AsyncOnlineDrafter(OnlineDrafter):
         while self.receive(0.0) is not None:
             pass
         if self._last is not before:
-            self._swap()
-
-    def _swap(self) -> None:
-        began = time.perf_counter()
-        drafter = self.drafter_of(self.played())
-        if not take_weights(self.drafter, drafter):
-            self.drafter = drafter
-        synchronise(self.target.device)
-        self._swap_s += time.perf_counter() - began
+            self._swap_s += self._swap()
 
     def receive(self, seconds: float) -> LearnerResult | None:
         """The next result of the learner, or None. Raises SpecctlError if it has failed."""

@@ -26,11 +26,11 @@ from specctl.decoding.records import Label, RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.names import place_of
+from specctl.drafters.names import labels, place_of
 from specctl.families import online_families
 from specctl.recipe import OnlineRecipe
 from specctl.selection.arm import Arm
-from specctl.selection.arms import PLAIN, named, plain_arm
+from specctl.selection.arms import PLAIN, plain_arm
 from specctl.selection.assembly import Decoding, make_selector, plain_step, plays_for_seconds
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.game.rules import overridden_options
@@ -55,7 +55,7 @@ class Specialists(StreamLearner):
         """Raises CheckpointError if a drafter of the pool is not for this target."""
         assert recipe.pool is not None
         self._pool = recipe.pool
-        paths = named([str(path) for path in pool.find_pool(recipe.pool)])
+        paths = labels([str(path) for path in pool.find_pool(recipe.pool)])
         self.recipe, self.target, self.seed = recipe, target, seed
         self.online_drafters: dict[str, OnlineDrafter] = {}
         self.fixed: dict[str, Drafter] = {}
@@ -79,12 +79,11 @@ class Specialists(StreamLearner):
         self._selector = self._select()
 
     def retarget(self, target: Target) -> None:
-        """Draft for, and learn from, another target from now on. Raises CheckpointError if a drafter does not fit."""
         self.target = target
         vars(self).pop("_step", None)
         for online_drafter in self.online_drafters.values():
             online_drafter.retarget(target)
-        paths = {name: path for path, name in named([str(path) for path in pool.find_pool(self._pool)]).items()}
+        paths = {name: path for path, name in labels([str(path) for path in pool.find_pool(self._pool)]).items()}
         self.fixed = {name: pool.load_drafter(paths[name], target, self.recipe.drafting) for name in self.fixed}
         self.buffer = self._new_buffer()
         self._selector = self._select()

@@ -77,13 +77,14 @@ def checked(recipe: Played) -> tuple[Played, list[str]]:
     if recipe.choice == "batch":
         check_batch(recipe.algo, recipe.game)
     recipe, pool = with_pool(recipe, recipe.rivals)
-    from specctl.selection.arms import chosen_names, named
+    from specctl.drafters.names import labels
+    from specctl.selection.arms import chosen_names
 
     others = {
-        *chosen_names(recipe.arms, list(named(pool).values())),
+        *chosen_names(recipe.arms, list(labels(pool).values())),
         *([recipe.companion] if "beside" in recipe.baselines else []),
     }
-    if twice := sorted(name for name in named(recipe.rivals).values() if name in others):
+    if twice := sorted(name for name in labels(recipe.rivals).values() if name in others):
         raise UsageError(f"two contenders are called {twice[0]!r}", hint="rivals must not be arms")
     return recipe, pool
 
@@ -95,10 +96,11 @@ def with_pool(recipe: Pooled, rivals: Sequence[str] = ()) -> tuple[Pooled, list[
     checks.check_drafters([*rivals, *recipe.drafters], recipe.drafting)
     # These imports take seconds, so they come after the checks for misspelled names.
     from specctl.commands.select import with_domains_of_pool
-    from specctl.selection.arms import chosen_names, named, pool_paths
+    from specctl.drafters.names import labels
+    from specctl.selection.arms import chosen_names, pool_paths
 
     arms = pool_paths(recipe)
-    chosen_names(recipe.arms, list(named(arms).values()))
+    chosen_names(recipe.arms, list(labels(arms).values()))
     recipe = with_domains_of_pool(recipe, arms)
     checks.check_data(recipe.data)
     return recipe, arms

@@ -11,6 +11,7 @@ from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import read_domains
 from specctl.distillation.rejections import Rejections
 from specctl.drafters import pool
+from specctl.drafters.names import labels
 from specctl.measuring.contenders import VANILLA, Case, prepare
 from specctl.measuring.drafter_rows import drafter_row, records_by_question, with_agreement
 from specctl.measuring.lossless import Losslessness
@@ -20,7 +21,7 @@ from specctl.measuring.select_contenders import DrafterPool, SelectContenders, c
 from specctl.measuring.select_result import SelectResult, top_fields
 from specctl.recipe import GameRecipe, PoolRecipe, SelectRecipe
 from specctl.runs import Run
-from specctl.selection.arms import load_pool, named, pool_paths, trained_on
+from specctl.selection.arms import load_pool, pool_paths, trained_on
 from specctl.selection.certificate import explanation, select_notes
 from specctl.selection.game.rules import overridden_options
 from specctl.threads import counted
@@ -77,7 +78,7 @@ def load_stream(
         drafters = load_pool(recipe, target, paths, companion)
         if isinstance(recipe, SelectRecipe) and companion and companion.text and recipe.companion_arm:
             drafters.setdefault(recipe.companion_arm, companion.text_drafter(recipe.companion_arm))
-    place_of = {name: path for path, name in named(paths).items()}
+    place_of = {name: path for path, name in labels(paths).items()}
     places = {name: place_of[name] for name in drafters if name in place_of}  # in the order of the arms
     kinds = trained_on(places, target, drafters)
     return PoolOnStream(target, stream, DrafterPool(drafters, companion, kinds), places, rejections)

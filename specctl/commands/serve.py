@@ -22,6 +22,7 @@ from specctl.decoding.target import Target, load_target
 from specctl.drafters import names, pool
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.gate import GateStatistics
+from specctl.drafters.names import labels
 from specctl.errors import SpecctlError, UsageError
 from specctl.gateway import server
 from specctl.gateway.app import make_app
@@ -33,7 +34,7 @@ from specctl.gateway.own_engine import OwnEngine
 from specctl.gateway.proxy_process import ProxyOptions
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
-from specctl.selection.arms import learners_of, load_pool, named, pool_paths, trained_on
+from specctl.selection.arms import learners_of, load_pool, pool_paths, trained_on
 from specctl.selection.certificate import Certificate, explanation, serve_notes
 
 PLAIN = "no draft"
@@ -179,7 +180,7 @@ def load_drafters(recipe: ServeRecipe, target: Target) -> tuple[dict[str, Drafte
     if recipe.chooses:
         paths = pool_paths(recipe)
         drafters = load_pool(recipe, target, paths)
-        places = {name: path for path, name in named(paths).items() if name in drafters}
+        places = {name: path for path, name in labels(paths).items() if name in drafters}
     else:
         places = {names.name_of(path): path for path in recipe.drafters}
         drafters = {name: pool.load_drafter(path, target, recipe.drafting) for name, path in places.items()}

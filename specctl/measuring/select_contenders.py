@@ -19,6 +19,7 @@ from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
 from specctl.distillation.messages import ChatMessage, text_of
 from specctl.drafters import pool
+from specctl.drafters.names import labels
 from specctl.drafters.retrieval.datastore import GrowingDatastore
 from specctl.errors import UsageError
 from specctl.families import STREAM_RETRIEVAL
@@ -38,7 +39,7 @@ from specctl.measuring.policy_rows import ArmReward, PolicyRow, StreamAnswers
 from specctl.measuring.records import Record
 from specctl.recipe import PoolRecipe, SelectRecipe
 from specctl.selection.arm import Arm, DraftAll
-from specctl.selection.arms import make_arms, named, plain_arm
+from specctl.selection.arms import make_arms, plain_arm
 from specctl.selection.assembly import Decoding, make_batch_selector, make_selector, plain_step, plays_for_seconds
 from specctl.selection.batched import BatchSelector
 from specctl.selection.companion import Companion
@@ -239,7 +240,7 @@ class SelectContenders:
             contenders[self.companion.name] = Arm(self.companion.name, self.companion.text_drafter(self.companion.name))
         if DRAFT_ALL in recipe.baselines:
             contenders[DRAFT_ALL] = DraftAll([Arm(name, drafter) for name, drafter in self.drafters.items()])
-        rivals = {name: path for path, name in named(recipe.rivals).items()}
+        rivals = {name: path for path, name in labels(recipe.rivals).items()}
         twice = {*rivals, *self.policy_of} & {*self.drafters, *contenders, VANILLA} or {*rivals} & {*self.policy_of}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint="rivals must not be in the pool")
@@ -352,7 +353,7 @@ class SelectContenders:
         hits = [stream.best_arm_of[game] == arm for game, arm, _ in plays] if stream.best_arm_of else []
         others = {VANILLA, DRAFT_ALL, self.companion.name} - {arm.name for arm in self.arms}
         kind = "policy" if selector else "baseline" if name in others else "arm"
-        if name in named(self.recipe.rivals).values():
+        if name in labels(self.recipe.rivals).values():
             kind = "rival"
         return stream.row(
             name,

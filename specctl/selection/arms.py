@@ -9,10 +9,11 @@ from specctl.decoding.plain import NoDraft
 from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
-from specctl.drafters import checkpoint, names, pool
+from specctl.drafters import checkpoint, pool
 from specctl.drafters.checkpoint import PROMPTS
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.weighed import WeighedText, unweighed
+from specctl.drafters.names import labels
 from specctl.drafters.text.lookup import DEPTH
 from specctl.drafters.tree import DepthLimited, Shaped, TreeDrafter
 from specctl.errors import CheckpointError, UsageError
@@ -45,7 +46,7 @@ def learners_of(recipe: ServeRecipe) -> dict[Path, list[str]]:
     if there are none."""
     paths = recipe.drafters
     if recipe.chooses and not recipe.server.urls:
-        by_name = {name: path for path, name in named(pool_paths(recipe)).items()}
+        by_name = {name: path for path, name in labels(pool_paths(recipe)).items()}
         paths = [by_name[name] for name in chosen_names(recipe.arms, list(by_name))]
     return pool.learnable_parts(paths)
 
@@ -77,7 +78,7 @@ def load_pool(
         progress.log(f"a pool of {number}: {' and '.join(joined)} join it, because they need no training")
     bases: dict[str, Drafter] = {}
     drafters: dict[str, Drafter] = {}
-    for path, name in named(paths).items():
+    for path, name in labels(paths).items():
         try:
             alone = pool.load_drafter(path, target, recipe.drafting, bases)
             drafters[name] = alone if companion is None else companion.with_text_drafter(path, alone)
@@ -98,11 +99,6 @@ def chosen_names(arms: ArmRecipe, pool: list[str]) -> list[str]:
     if missing:
         raise UsageError(f"arms.names: the pool has no {missing[0]}", hint=f"use names of {', '.join(pool)}")
     return arms.names or pool
-
-
-def named(paths: list[str]) -> dict[str, str]:
-    """Path → name: its last part, or the whole path if the last part is not unique."""
-    return names.labels(paths)
 
 
 def trained_on(places: Mapping[str, str], target: Target, drafters: Mapping[str, Drafter]) -> dict[str, PromptClusters]:

@@ -64,17 +64,13 @@ class Covariance:
     width: float = WIDTH
     kinds: int = 0
 
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """[…, A, B] covariances of prompts a […, A, D + P] and b […, B, D + P]."""
-        return self.of_squares(a, self.squares(a), b, self.squares(b))
-
     def squares(self, a: Tensor) -> list[Tensor]:
         """½|x|² and, if kinds are known, ½|p|² of prompts a […, A, D + P], each […, A]."""
         parts = a.split([a.shape[-1] - self.kinds, self.kinds], -1) if self.kinds else (a,)
         return [part.square().sum(-1).mul_(0.5) for part in parts]
 
     def of_squares(self, a: Tensor, of_a: list[Tensor], b: Tensor, of_b: list[Tensor]) -> Tensor:
-        """The covariances of prompts with known `squares`."""
+        """[…, A, B] covariances of prompts a […, A, D + P] and b […, B, D + P] with these `squares`."""
         size = a.shape[-1] - self.kinds
         k = _gaussian(a[..., :size] @ b[..., :size].mT, of_a[0], of_b[0], self.width)
         if self.kinds:

@@ -180,7 +180,7 @@ def test_the_full_information_policy_works_with_new_weights(tiny, heads, learnin
 
 def test_the_engine_gets_a_new_drafter_object_for_every_version(tiny, heads, monkeypatch):
     """Weights changed in place could change in the middle of a round."""
-    monkeypatch.setattr("specctl.adaptation.remote.take_weights", lambda *_: True)
+    monkeypatch.setattr("specctl.adaptation.online_drafter.take_weights", lambda *_: True)
     pupil = BackgroundOnlineDrafter(online_recipe(recipe_of(tiny, *heads), heads[0]), "ogd", tiny, 0, heads[0])
     first, w = pupil.drafter, pupil.played()
     results = [LearnerResult(None, w + 0.1, {}, PackedTensors.of({})), None]
