@@ -6,7 +6,7 @@ tables 6 and 8). Every function takes a strength in [0, 1]; at 0 the text is unc
 
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 
 from specctl.lab.routing.options import Perturbation
@@ -62,70 +62,36 @@ def perturb(text: str, kind: Perturbation, strength: float, rng: Random, foreign
     prefix, suffix: an excerpt of one of the `foreign` texts (prompts of another domain) before or after the prompt,
         with `strength` times as many words as the prompt. Without foreign texts, or words, the prompt is unchanged.
     """
-    return _RULES[kind](text, strength, rng, foreign)
+
+    def hit() -> bool:
+        return rng.random() < strength
+
+    match kind:
+        case "swap":
+            letters = list(text)
+            for i in range(len(letters) - 1):
+                if hit():
+                    letters[i], letters[i + 1] = letters[i + 1], letters[i]
+            return "".join(letters)
+        case "drop":
+            return "".join(letter for letter in text if not hit())
+        case "insert":
+            return "".join(letter + (rng.choice(string.ascii_lowercase) if hit() else "") for letter in text)
+        case "words":
+            return re.sub(r"\S+", lambda word: "" if hit() else word[0], text)
+        case "paraphrase":
+            return PHRASE.sub(lambda phrase: _paraphrase(phrase[0], rng) if hit() else phrase[0], text)
+        case "wrap":
+            drawn = set(rng.sample(BEFORE + AFTER, round(strength * len(BEFORE + AFTER))))
+            parts = [" ".join(one for one in sentences if one in drawn) for sentences in (BEFORE, AFTER)]
+            return "\n\n".join(filter(None, (parts[0], text, parts[1])))
+        case "prefix" | "suffix":
+            words = rng.choice(foreign).split() if foreign else []
+            stray = " ".join(words[: round(strength * len(text.split()))])
+            return "\n\n".join(filter(None, (stray, text) if kind == "prefix" else (text, stray))) if stray else text
 
 
-def _swap(text: str, strength: float, rng: Random, _: Sequence[str]) -> str:
-    letters = list(text)
-    for i in range(len(letters) - 1):
-        if rng.random() < strength:
-            letters[i], letters[i + 1] = letters[i + 1], letters[i]
-    return "".join(letters)
-
-
-def _drop(text: str, strength: float, rng: Random, _: Sequence[str]) -> str:
-    return "".join(letter for letter in text if rng.random() >= strength)
-
-
-def _insert(text: str, strength: float, rng: Random, _: Sequence[str]) -> str:
-    letters = (letter + (rng.choice(string.ascii_lowercase) if rng.random() < strength else "") for letter in text)
-    return "".join(letters)
-
-
-def _words(text: str, strength: float, rng: Random, _: Sequence[str]) -> str:
-    return re.sub(r"\S+", lambda word: word[0] if rng.random() >= strength else "", text)
-
-
-def _paraphrase(text: str, strength: float, rng: Random, _: Sequence[str]) -> str:
-    def other(match: re.Match[str]) -> str:
-        if rng.random() >= strength:
-            return match[0]
-        phrase = rng.choice(PHRASES[match[0].lower()])
-        return phrase.capitalize() if match[0][0].isupper() else phrase
-
-    return PHRASE.sub(other, text)
-
-
-def _wrap(text: str, strength: float, rng: Random, _: Sequence[str]) -> str:
-    sentences = [*BEFORE, *AFTER]
-    drawn = set(rng.sample(sentences, round(strength * len(sentences))))
-    before = " ".join(sentence for sentence in BEFORE if sentence in drawn)
-    after = " ".join(sentence for sentence in AFTER if sentence in drawn)
-    return "\n\n".join(part for part in (before, text, after) if part)
-
-
-def _prefix(text: str, strength: float, rng: Random, foreign: Sequence[str]) -> str:
-    stray = _excerpt(text, strength, rng, foreign)
-    return f"{stray}\n\n{text}" if stray else text
-
-
-def _suffix(text: str, strength: float, rng: Random, foreign: Sequence[str]) -> str:
-    stray = _excerpt(text, strength, rng, foreign)
-    return f"{text}\n\n{stray}" if stray else text
-
-
-def _excerpt(text: str, strength: float, rng: Random, foreign: Sequence[str]) -> str:
-    length = round(strength * len(text.split()))
-    return " ".join(rng.choice(foreign).split()[:length]) if foreign else ""
-
-
-_RULES: dict[Perturbation, Callable[[str, float, Random, Sequence[str]], str]] = {
-    "swap": _swap,
-    "drop": _drop,
-    "insert": _insert,
-    "words": _words,
-    "paraphrase": _paraphrase,
-    "wrap": _wrap,
-    "prefix": _prefix,
-    "suffix": _suffix,
-}
+def _paraphrase(phrase: str, rng: Random) -> str:
+    """Another phrase of the table, capitalized like this one."""
+    other = rng.choice(PHRASES[phrase.lower()])
+    return other.capitalize() if phrase[0].isupper() else other
