@@ -16,7 +16,7 @@ from specctl.lab.recorded.regret import (
     row,
     stopping_regret,
 )
-from specctl.lab.recorded.replay import Resets, draft_all, oracle, replay
+from specctl.lab.recorded.replay import draft_all, oracle, replay
 from specctl.lab.recorded.trace import Trace
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.game.rules import rules_for
@@ -26,8 +26,12 @@ from tests.selection.tables import specialists, table_of
 GAME = GameRecipe(loss="length", depth=2, warmup_rounds=2)
 
 
-def played(name, hindsight, seed=0, reset="query", session=1, **options):
-    return replay(name, hindsight, PolicyRecipe(**options), GAME, Resets(reset, session), seed)
+def played(name, hindsight, seed=0, **options):
+    return replay(name, hindsight, PolicyRecipe(**options), GAME, seed)
+
+
+def with_reset(hindsight, reset, session=1):
+    return Hindsight(hindsight.table, reset=reset, session=session)
 
 
 def summarize(run, hindsight, kind="policy"):
@@ -72,7 +76,8 @@ def test_an_answer_without_decoded_tokens_has_no_rounds(name):
     empty = scripted(np.zeros((2, 0)))
     hand = Hindsight(table_of([empty, scripted(BY_HAND), empty]))
     for reset in ("query", "session"):
-        run = played(name, hand, reset=reset, session=3)
+        hand = with_reset(hand, reset, 3)
+        run = played(name, hand)
         assert run.rounds[[0, 2]].tolist() == [0, 0]
         summary = summarize(run, hand)
         assert summary.mat == pytest.approx(7 / run.rounds[1])
@@ -83,8 +88,8 @@ def test_an_answer_without_decoded_tokens_has_no_rounds(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_policy_replays_a_pool_of_one_arm_with_drafts_of_one_token(name):
-    table = Hindsight(specialists(3, 9, seed=0, N=1, K=1))
-    assert (played(name, table, reset="stream").rounds == table.rounds[:, 0]).all()
+    table = Hindsight(specialists(3, 9, seed=0, N=1, K=1), reset="stream")
+    assert (played(name, table).rounds == table.rounds[:, 0]).all()
 
 
 def test_tokens_per_round_are_given_by_domain():
@@ -127,9 +132,9 @@ def test_a_replay_depends_on_its_seed_alone(hindsight, name):
 def test_the_oracle_plays_the_best_arm_of_each_game(hindsight):
     best = oracle(hindsight)
     assert (best.rounds == hindsight.rounds.min(axis=1)).all()
-    whole = oracle(hindsight, "stream")
-    assert whole.rounds.sum() == hindsight.rounds.sum(axis=0).min()
-    summary = summarize(whole, hindsight)
+    stream = with_reset(hindsight, "stream")
+    assert oracle(stream).rounds.sum() == hindsight.rounds.sum(axis=0).min()
+    summary = summarize(oracle(stream), stream)
     assert (summary.share_of_best, summary.best_arm_ratio, summary.regret) == (1, 1, 0)
 
 
@@ -185,7 +190,7 @@ def test_a_replay_scores_the_last_tokens_of_a_text_before_the_next(monkeypatch):
         loss="length", hybrid_rounds=0, warmup_rounds=0, batch_rounds=100, tokens_per_update=1, score_ends=True
     )
     recipe = recipe.model_copy(update={"drift": None})
-    replay("hedgespec", Hindsight(table), PolicyRecipe(), recipe, Resets("stream"))
+    replay("hedgespec", Hindsight(table, reset="stream"), PolicyRecipe(), recipe)
     rules = rules_for("hedgespec", recipe, 3)
     wanted = np.concatenate([token_losses(trace, rules) for trace in table.traces])
     assert np.array(spy.told) == pytest.approx(wanted)
@@ -195,10 +200,8 @@ def test_a_replay_scores_the_last_tokens_of_a_text_before_the_next(monkeypatch):
 def test_policies_learn_within_sessions_of_one_domain(hindsight, name):
     """With sessions of four queries of one domain later queries profit. Never resetting does not help, because domains
     change."""
-    share = {
-        reset: summarize(played(name, hindsight, reset=reset, session=4), hindsight).mat
-        for reset in ("query", "session", "stream")
-    }
+    hands = {reset: with_reset(hindsight, reset, 4) for reset in ("query", "session", "stream")}
+    share = {reset: summarize(played(name, hand), hand).mat for reset, hand in hands.items()}
     assert share["session"] > share["query"]
     assert share["session"] > share["stream"]
 
@@ -206,11 +209,9 @@ def test_policies_learn_within_sessions_of_one_domain(hindsight, name):
 def test_the_drift_test_helps_when_the_domain_changes():
     """The stream is never reset and changes its domain every 180 tokens. Without the drift test the scoring intervals
     only grow."""
-    stream = Hindsight(specialists(40, 45, seed=3, run=4, bad=0.3))
+    stream = Hindsight(specialists(40, 45, seed=3, run=4, bad=0.3), reset="stream")
     mat = {
-        drift: summarize(
-            replay("hedgespec", stream, PolicyRecipe(), GameRecipe(drift=drift), Resets("stream")), stream
-        ).mat
+        drift: summarize(replay("hedgespec", stream, PolicyRecipe(), GameRecipe(drift=drift)), stream).mat
         for drift in (None, GAME.drift)
     }
     assert mat[GAME.drift] > mat[None] + 1
@@ -227,7 +228,7 @@ def test_hedgespec_beats_the_bandits_with_literal_constants(hindsight):
 def test_regret_curves_by_definition(hindsight):
     """Computed token by token, with loops."""
     rules = rules_for("hedgespec", GAME, 8)
-    run = played("random", hindsight, reset="session", session=4)
+    run = played("random", with_reset(hindsight, "session", 4))
     part = run.played[1]
     owners = [arm for arm, count in zip(part.arms, part.committed, strict=True) for _ in range(count)]
     losses = np.concatenate([hindsight.losses(index, rules) for index in part.queries])

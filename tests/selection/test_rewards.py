@@ -162,7 +162,7 @@ def test_rewards_and_losses_of_a_replay_equal_live_decoding(target, prompts, tic
     missed = [(trace.overlap[:, :, 1:] > 0) & (trace.accepted[..., None] == 0) for trace in table.traces]
     assert sum(part.any(axis=(1, 2)).sum() for part in missed) > 4, "overlaps after rejected tokens"
     assert any((trace.drafted < 0).any() for trace in table.traces)
-    hindsight = Hindsight(table)
+    hindsight = Hindsight(table, reset="stream")
     kinds = [(BANDITS[0], {"reward": reward}) for reward in ("bd", "be", "tokens", "throughput")]
     kinds += [(name, {"reward": "bd"}) for name in BANDITS[1:]]
     kinds += [(name, {"loss": "throughput"}) for name in LEARNERS]
@@ -170,7 +170,7 @@ def test_rewards_and_losses_of_a_replay_equal_live_decoding(target, prompts, tic
     for name, options in kinds:
         recipe = GameRecipe(score_ends=True, **options)
         theirs, mine = (games_of(monkeypatch, module) for module in (replay, assembly))
-        replay.replay(name, hindsight, PolicyRecipe(), recipe, replay.Resets("stream"))
+        replay.replay(name, hindsight, PolicyRecipe(), recipe)
         controller = assembly.make_selector(
             target,
             [Arm(arm, drafter) for arm, drafter in pool.items()],

@@ -91,6 +91,7 @@ class Hindsight:
     """A table, and the rounds that every arm alone would need for it; made once, for the replays of all policies.
 
     Attributes:
+        games: indices of the traces of each game, from one reset of a policy to the next.
         tokens: [Q] of each trace.
         begins: per trace [N, T], see `round_starts`.
         rounds: [Q, N] of each arm alone.
@@ -98,17 +99,19 @@ class Hindsight:
         single_arm_cost: [Q, N] measure of each arm alone, the lower the better: its rounds (by mat), or its seconds.
     """
 
-    def __init__(self, table: Table, by: Yardstick = "mat"):
+    def __init__(self, table: Table, by: Yardstick = "mat", reset: Reset = "query", session: int = 1):
         """
         Args:
             by: the measure that decides which arm of a game is best.
+            reset: when a policy starts anew. A session has at most `session` traces.
 
         Raises:
             DataError: the table has no tokens.
         """
         if not any(trace.tokens for trace in table.traces):
             raise DataError("the table has no decoded tokens to replay")
-        self.table = table
+        self.table, self.reset = table, reset
+        self.games = games(table.traces, reset, session)
         self.tokens: Ints = np.array([trace.tokens for trace in table.traces])
         self.begins = [round_starts(trace.accepted) for trace in table.traces]
         self.rounds: Ints = np.array([begins.sum(axis=1) for begins in self.begins])

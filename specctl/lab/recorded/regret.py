@@ -43,7 +43,7 @@ def row(
 
     `fastest`: replays of the fastest arm alone.
     """
-    games, plain_s = replays[0].games, float(hindsight.table.step_s[0])
+    games, plain_s = hindsight.games, float(hindsight.table.step_s[0])
 
     def cells(field: str, runs: Sequence[Replay] = replays) -> Array:
         return np.array([per_game(getattr(run, field), games) for run in runs])

@@ -1,11 +1,10 @@
 """Replaying recorded tables: the exact rounds that a policy would have played, without a model."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
-from specctl.lab.recorded.hindsight import Hindsight, Ints, PlayedGame, Reset, games
+from specctl.lab.recorded.hindsight import Hindsight, Ints, PlayedGame
 from specctl.lab.recorded.trace import Table, Trace
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.arms import PLAIN
@@ -27,45 +26,30 @@ class Replay:
 
     Attributes:
         name: of the policy; `oracle` and `draft-all` are yardsticks.
-        games: indices of the traces between two resets.
         rounds, seconds: [Q] of every trace; seconds by the table's cost model.
         scoring_s: [Q] seconds in which idle drafters were scored, a part of `seconds`; 0 if the table does not say.
         played: the games; empty for `draft-all`, which chooses nothing.
     """
 
     name: str
-    games: list[list[int]]
     rounds: Ints
     seconds: Array
     scoring_s: Array
     played: list[PlayedGame]
 
 
-class Resets(NamedTuple):
-    """The moments at which a policy starts anew; `session` is the most traces in a session (at: session)."""
-
-    at: Reset = "query"
-    session: int = 1
-
-
-EVERY_QUERY = Resets()
-
-
-def replay(
-    name: str, hindsight: Hindsight, policy: PolicyRecipe, game: GameRecipe, resets: Resets = EVERY_QUERY, seed: int = 0
-) -> Replay:
+def replay(name: str, hindsight: Hindsight, policy: PolicyRecipe, game: GameRecipe, seed: int = 0) -> Replay:
     """Play a policy on every trace, with a fresh one at every reset. Raises UsageError if no policy has that name."""
     table = hindsight.table
     rules = rules_on(table, name, game)
-    parts = games(table.traces, resets.at, resets.session)
     plain = table.arms.index(PLAIN) if PLAIN in table.arms else None
     clock, played = ArmClock.of(len(table.arms)), []
     memory = PromptMemory(len(table.arms), trained_on=table.trained_on) if contextual(name) else None
-    for queries in parts:
+    for queries in hindsight.games:
         arms = Arms(len(table.arms), rules.depth, seed_of(seed, table.traces[queries[0]].query), plain)
         made = Game(build(name, arms, policy), rules, arms, clock)
-        played.append(_play(made, hindsight, queries, resets.at != "query" and rules.score_ends, memory))
-    return _measured(name, hindsight, parts, played, rules.depth)
+        played.append(_play(made, hindsight, queries, hindsight.reset != "query" and rules.score_ends, memory))
+    return _measured(name, hindsight, played, rules.depth)
 
 
 def rules_on(table: Table, name: str, recipe: GameRecipe) -> Rules:
@@ -140,23 +124,20 @@ def _answer(game: Game, trace: Trace, cost: list[float], ends: bool) -> None:
     game.ended()
 
 
-def _measured(
-    name: str, hindsight: Hindsight, parts: list[list[int]], played: list[PlayedGame], depth: int = 1
-) -> Replay:
+def _measured(name: str, hindsight: Hindsight, played: list[PlayedGame], depth: int = 1) -> Replay:
     """Rounds and seconds of every trace, from the rounds that were played; `depth`: number of scored draft depths."""
     query = np.concatenate([part.query for part in played])
     cost = hindsight.cost[np.concatenate([part.arms for part in played])]
     count = len(hindsight.tokens)
     seconds = np.bincount(query, cost, minlength=count).astype(float)
     reading, scoring = hindsight.overheads(played, depth)
-    return Replay(name, parts, np.bincount(query, minlength=count), seconds + reading + scoring, scoring, played)
+    return Replay(name, np.bincount(query, minlength=count), seconds + reading + scoring, scoring, played)
 
 
-def oracle(hindsight: Hindsight, reset: Reset = "query", session: int = 1) -> Replay:
+def oracle(hindsight: Hindsight) -> Replay:
     """The best arm in hindsight plays each game alone. No single choice per game can beat it."""
-    parts = games(hindsight.table.traces, reset, session)
     played = []
-    for queries in parts:
+    for queries in hindsight.games:
         best = hindsight.best(queries)
         begins = [np.flatnonzero(hindsight.begins[index][best]) for index in queries]
         query = np.repeat(queries, [len(starts) for starts in begins])
@@ -172,12 +153,11 @@ def oracle(hindsight: Hindsight, reset: Reset = "query", session: int = 1) -> Re
                 queries, best, arms, np.concatenate(committed), query, weights, nothing.astype(float), nothing, 0
             )
         )
-    return _measured("oracle", hindsight, parts, played)
+    return _measured("oracle", hindsight, played)
 
 
-def draft_all(hindsight: Hindsight, reset: Reset = "query", session: int = 1) -> Replay:
+def draft_all(hindsight: Hindsight) -> Replay:
     """Every arm drafts in every round, all drafts are verified, and the longest accepted one is committed."""
     rounds = hindsight.draft_all_rounds
-    parts = games(hindsight.table.traces, reset, session)
     seconds = rounds * hindsight.draft_all_cost + hindsight.reading.sum(axis=1)
-    return Replay("draft-all", parts, rounds, seconds, np.zeros(len(rounds)), played=[])
+    return Replay("draft-all", rounds, seconds, np.zeros(len(rounds)), played=[])

@@ -13,7 +13,7 @@ from specctl.errors import UsageError
 from specctl.lab.recorded import hindsight, regret
 from specctl.lab.recorded.cut_drafts import shortened, with_plain
 from specctl.lab.recorded.hindsight import Hindsight
-from specctl.lab.recorded.replay import Replay, Resets, draft_all, oracle, replay, rules_on
+from specctl.lab.recorded.replay import Replay, draft_all, oracle, replay, rules_on
 from specctl.lab.recorded.table_file import read_table
 from specctl.lab.recorded.trace import Table, of_arms
 from specctl.lab.replay.recipe import ReplayRecipe
@@ -45,12 +45,12 @@ def replay_table(recipe: ReplayRecipe) -> SelectResult:
     one of the `pool_sizes`.
     """
     table = _arms_of(recipe)
-    yardstick = Hindsight(table, recipe.game.yardstick)
+    yardstick = _hindsight(recipe, table)
     played = {name: _replays(recipe, name, yardstick) for name in recipe.algo}
     # A contender without random draws gives the same result for every seed.
-    times, resets = len(recipe.seeds), (recipe.reset, recipe.session)
+    times = len(recipe.seeds)
     fixed = {arm: times * _replays(recipe, "fixed", yardstick, [0], arm=n) for n, arm in enumerate(table.arms)}
-    others = {"oracle": times * [oracle(yardstick, *resets)], "draft-all": times * [draft_all(yardstick, *resets)]}
+    others = {"oracle": times * [oracle(yardstick)], "draft-all": times * [draft_all(yardstick)]}
     kinds = {name: kind for kind, named in (("arm", fixed), ("baseline", others)) for name in named}
     fastest = min(fixed.values(), key=lambda replays: replays[0].seconds.sum())
     rows = {
@@ -66,7 +66,7 @@ def replay_table(recipe: ReplayRecipe) -> SelectResult:
         reset=recipe.reset,
         seeds=times,
         yardstick=recipe.game.yardstick,
-        intervals_over=f"{counted(times, 'seed')} × {len(others['oracle'][0].games)} {unit}",
+        intervals_over=f"{counted(times, 'seed')} × {len(yardstick.games)} {unit}",
         speeds=f"modeled: rounds{', catching up and scoring' if table.overheads else ' alone'}",
         queries=times * len(table.traces),
         sessions=len(hindsight.games(table.traces, "session", recipe.session)),
@@ -98,15 +98,16 @@ def _arms_of(recipe: ReplayRecipe) -> Table:
     return with_plain(table) if recipe.arms.plain and PLAIN not in table.arms else table
 
 
+def _hindsight(recipe: ReplayRecipe, table: Table) -> Hindsight:
+    return Hindsight(table, recipe.game.yardstick, recipe.reset, recipe.session)
+
+
 def _replays(
     recipe: ReplayRecipe, name: str, yardstick: Hindsight, seeds: Sequence[int] | None = None, **options: int
 ) -> list[Replay]:
     """Replay a policy once per seed; the seeds are the same as in live decoding."""
     policy = recipe.policy.model_copy(update=options)
-    return [
-        replay(name, yardstick, policy, recipe.game, Resets(recipe.reset, recipe.session), recipe.sampling.seed + seed)
-        for seed in seeds or recipe.seeds
-    ]
+    return [replay(name, yardstick, policy, recipe.game, recipe.sampling.seed + seed) for seed in seeds or recipe.seeds]
 
 
 def _certificates(replays: Sequence[Replay], fixed: dict[str, list[Replay]], yardstick: Hindsight) -> dict[str, Any]:
@@ -138,14 +139,13 @@ def _replay_subsets(recipe: ReplayRecipe, table: Table, count: int) -> list[Pool
     arms = range(len(table.arms))
     subsets = {tuple(sorted(draw.sample(arms, count))) for _ in range(SUBSETS)}
     parts = [of_arms(table, [table.arms[arm] for arm in subset]) for subset in sorted(subsets)]
-    yardsticks = [Hindsight(part, recipe.game.yardstick) for part in parts]
+    yardsticks = [_hindsight(recipe, part) for part in parts]
     sizes = []
     for name in recipe.algo:
         done = [regret.row(name, "policy", _replays(recipe, name, yardstick), yardstick) for yardstick in yardsticks]
         sizes.append(PoolSize(count, name, _mean(row.mat for row in done), _mean(row.share_of_best for row in done)))
-    best = [oracle(yardstick, recipe.reset, recipe.session) for yardstick in yardsticks]
-    mats = [yardstick.tokens.sum() / one.rounds.sum() for yardstick, one in zip(yardsticks, best, strict=True)]
-    return [*sizes, PoolSize(count, "oracle", fmean(mats), 1.0)]
+    best = [yardstick.tokens.sum() / oracle(yardstick).rounds.sum() for yardstick in yardsticks]
+    return [*sizes, PoolSize(count, "oracle", fmean(best), 1.0)]
 
 
 def _mean(values: Iterable[float | None]) -> float:
