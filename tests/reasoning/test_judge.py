@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from specctl.errors import CheckpointError
 from specctl.lab.reasoning import judge as judges
-from specctl.lab.reasoning.judge import QUESTION, ChatJudge, Judge, fold, make_judge, read_ruling
+from specctl.lab.reasoning.judge import QUESTION, ChatJudge, Judge, JudgeTally, fold, make_judge, read_ruling
 from specctl.lab.reasoning.options import JudgeRecipe
 
 PAIRS = Path(__file__).with_name("judged_pairs.json")
@@ -57,7 +57,7 @@ def test_only_unequal_pairs_are_asked_and_only_once():
     assert judge([("a.", "A"), ("a", "b"), ("a", "b")]) == [True, True, True]
     assert judge([("A ", "b.")]) == [True]
     assert asked == [("a", "b")]
-    assert judge.tally.counts() == dict(pairs=4, identical=1, cached=1, asked=1, aligned=4, unanswered=0)
+    assert judge.tally == JudgeTally(pairs=4, identical=1, cached=1, asked=1, aligned=4, unanswered=0)
 
 
 def test_a_pair_without_a_verdict_is_unaligned_and_asked_again():

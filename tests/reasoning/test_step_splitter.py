@@ -14,13 +14,22 @@ def lines(target):
     return StepSplitter(target, "\n", 12)
 
 
+def split(stepper, ids):
+    """All steps of a text."""
+    steps = []
+    while ids:
+        steps.append(stepper.first(ids))
+        ids = ids[len(steps[-1].ids) :]
+    return steps
+
+
 def ids_of(target, text):
     return target.tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_steps_are_the_lines_of_a_text_and_keep_all_tokens(lines, target):
     ids = [*ids_of(target, "So 2 + 3 = 5\nThen 5 * 2 = 10\n#### 10"), EOS]
-    steps = lines.split(ids)
+    steps = split(lines, ids)
     assert [step.text for step in steps] == ["So 2 + 3 = 5\n", "Then 5 * 2 = 10\n", "#### 10"]
     assert [step.end for step in steps] == ["delimiter", "delimiter", "final"]
     assert [token for step in steps for token in step.ids] == ids, "steps keep the original tokens"
@@ -29,7 +38,7 @@ def test_steps_are_the_lines_of_a_text_and_keep_all_tokens(lines, target):
 def test_every_token_with_the_delimiter_ends_a_step(lines, target):
     r"""A vocabulary may have "\n " as one token. Waiting for the token "\n" would continue into the next line."""
     indented = ids_of(target, "a\n      b")
-    assert len(lines.split(indented)) == 2
+    assert len(split(lines, indented)) == 2
     assert all("\n" in target.tokenizer.decode([token]) for token in lines.ends)
     assert lines.ends
 
@@ -50,7 +59,7 @@ def test_a_delimiter_of_several_tokens_is_found():
 
     stepper = StepSplitter(SimpleNamespace(tokenizer=Letters(), eos_ids={EOS}), "\n\n", 10)
     assert not stepper.ends
-    assert [step.ids for step in stepper.split([0, 1, 2, 1, 1, 0, EOS])] == [[0, 1, 2, 1, 1], [0, EOS]]
+    assert [step.ids for step in split(stepper, [0, 1, 2, 1, 1, 0, EOS])] == [[0, 1, 2, 1, 1], [0, EOS]]
 
 
 def test_a_step_without_a_delimiter_ends_at_the_limit(lines, target):
@@ -63,8 +72,8 @@ def test_a_step_without_a_delimiter_ends_at_the_limit(lines, target):
 def test_empty_steps_are_kept(lines, target):
     (newline,) = ids_of(target, "\n")
     step = lines.first([newline, 5])
-    assert step.empty and step.ids == [newline] and step.end == "delimiter"
-    assert lines.first([EOS]).empty and lines.first([EOS]).end == "final"
+    assert not step.text.strip() and step.ids == [newline] and step.end == "delimiter"
+    assert not lines.first([EOS]).text and lines.first([EOS]).end == "final"
 
 
 def steps_of(*texts):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -32,6 +32,9 @@ class Difference:
     mode: ReasoningMode
     than: ReasoningMode
     step_acceptance: Measured
+
+
+SEED_RATES = ("step_acceptance", "accepted_per_target_step", "avg_len", "agreement")
 
 
 @dataclass(frozen=True)
@@ -135,19 +138,13 @@ def _pass(
             tensors = {name: value.cpu() for name, value in reasoning.state().items()}  # on the host until saved
             journal.advance(stream, {"chunks": reasoning.chunks}, tensors)
     for mode, learner in reasoning.learners.items():
-        _save(
-            recipe,
-            journal.drafter_dir(mode, seed),
-            learner.played(),
-            draft,
-            target,
-            f"{mode}, {reasoning.chunks} chunks",
-        )
+        learnt = f"{mode}, {reasoning.chunks} chunks"
+        _save(recipe, journal.drafter_dir(mode, seed), learner.played(), draft, target, learnt)
     journal.finish_pass()
 
 
 def _judge_counts(reasoning: Reasoning) -> dict[str, dict[str, int]]:
-    return {mode: judge.tally.counts() for mode, judge in reasoning.judges.items()}
+    return {mode: asdict(judge.tally) for mode, judge in reasoning.judges.items()}
 
 
 def _difference(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
@@ -210,13 +207,5 @@ def _result(recipe: ReasonRecipe, journal: ReasoningJournal) -> ReasoningResult:
 
 
 def _seed_row(row: ModeRow, seed: int) -> ReasoningSeedRow:
-    return ReasoningSeedRow(
-        row.mode,
-        seed,
-        row.step_acceptance.value,
-        row.accepted_per_target_step.value,
-        row.avg_len.value,
-        row.agreement.value,
-        row.seconds,
-        row.learning_s,
-    )
+    rates = {name: getattr(row, name).value for name in SEED_RATES}
+    return ReasoningSeedRow(row.mode, seed, seconds=row.seconds, learning_s=row.learning_s, **rates)

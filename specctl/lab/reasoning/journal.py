@@ -18,7 +18,7 @@ from specctl.lab.reasoning.lookahead import ReasoningTrace
 from specctl.lab.reasoning.modes import ChunkRecord
 from specctl.lab.reasoning.options import ReasoningMode
 from specctl.lab.reasoning.preferences import PreferenceLesson, pairs_dataset
-from specctl.lab.reasoning.rows import rows
+from specctl.lab.reasoning.rows import row
 from specctl.lab.reasoning.writer import WritingWork
 from specctl.measuring.records import Stamp, chunk_file_name
 from specctl.measuring.resumable_run import CHUNKS, ResumableRun
@@ -67,10 +67,11 @@ RATES = ("step_acceptance", "accepted_per_target_step", "avg_len", "mat", "agree
 def chunk_rows(record: ChunkRecord, seed: int, judged: Mapping[str, dict[str, int]]) -> list[ReasoningChunk]:
     """Rows of a chunk, one per mode. `judged`: counts of the judge for the chunk, by mode."""
     found = []
-    for row in rows([record]):
-        facts = {name: getattr(row, name) for name in SHARED} | {name: getattr(row, name).value for name in RATES}
-        lesson = record.lessons.get(row.mode, PreferenceLesson(0))
-        facts |= asdict(lesson) | {"judge": judged.get(row.mode, {})}
+    for mode, traces in record.traces.items():
+        rated = row(mode, traces, record.traces.get("target"), record.learning_s.get(mode, 0.0))
+        facts = {name: getattr(rated, name) for name in SHARED} | {name: getattr(rated, name).value for name in RATES}
+        lesson = record.lessons.get(mode, PreferenceLesson(0))
+        facts |= asdict(lesson) | {"judge": judged.get(mode, {})}
         found.append(ReasoningChunk(seed=seed, chunk=record.chunk, **facts))
     return found
 
@@ -114,10 +115,10 @@ class ReasoningJournal(ResumableRun):
         """Traces by mode and seed, in the order of the prompts. Mismatches are not included, they are in `pairs`."""
         names = {field.name for field in fields(ReasoningTrace)} - {"mismatches"}
         found: dict[tuple[ReasoningMode, int], list[ReasoningTrace]] = {}
-        for row in self.read(TRACES):
-            facts = {name: row[name] for name in names}
-            works = {name: WritingWork(**row[name]) for name in ("target", "draft")}
-            found.setdefault((row["mode"], row["seed"]), []).append(ReasoningTrace(**facts | works))
+        for line in self.read(TRACES):
+            facts = {name: line[name] for name in names}
+            works = {name: WritingWork(**line[name]) for name in ("target", "draft")}
+            found.setdefault((line["mode"], line["seed"]), []).append(ReasoningTrace(**facts | works))
         return found
 
 

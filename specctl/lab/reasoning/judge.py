@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -66,9 +66,6 @@ class JudgeTally:
     asked: int = 0
     aligned: int = 0
     unanswered: int = 0
-
-    def counts(self) -> dict[str, int]:
-        return asdict(self)
 
 
 class Judge:

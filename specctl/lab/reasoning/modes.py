@@ -24,9 +24,9 @@ from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
 from specctl.drafters.lm.model import cast
 from specctl.drafters.pool import load_module, merge_adapter, read_drafter
-from specctl.errors import CheckpointError, UsageError
+from specctl.errors import CheckpointError
 from specctl.families import LM
-from specctl.lab.reasoning.judge import Judge, make_judge
+from specctl.lab.reasoning.judge import Judge
 from specctl.lab.reasoning.lookahead import Lookahead, ReasoningTrace
 from specctl.lab.reasoning.options import LearningMode, LookaheadRecipe, ReasoningMode
 from specctl.lab.reasoning.preferences import PreferenceLearner, PreferenceLesson
@@ -93,27 +93,20 @@ class Reasoning:
         recipe: LookaheadRecipe,
         modes: Sequence[ReasoningMode],
         *,
-        judge: Judge | None = None,
+        judge: Judge,
         drafter: Drafter | None = None,
     ):
         """Set up the modes.
 
         Args:
             recipe: resolved here for the target.
-            judge: the recipe's judge by default; of a given judge only `ask` is used.
+            judge: only its `ask` is used.
             drafter: speculates on tokens inside the target's steps.
 
-        Raises:
-            UsageError: no mode, or a repeated one.
-            DataError: a draft LM with another tokenizer has no chat template.
+        Raises DataError if a draft LM with another tokenizer has no chat template.
         """
-        if not modes or len(set(modes)) < len(modes):
-            raise UsageError(
-                f"modes of lookahead reasoning: {', '.join(modes) or 'none'}", "name each mode at most once"
-            )
         self.target, self.draft, self.modes = target, draft, list(modes)
         self.recipe = recipe.resolved(target.name)
-        judge = judge or make_judge(self.recipe.judge, str(target.device))
         self.judges = {mode: Judge(judge.ask) for mode in modes if mode not in ("target", "draft")}
         self.chunks = 0
         self._warm = False

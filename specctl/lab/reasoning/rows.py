@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from specctl.decoding.metrics import bootstrap, ratio, ratio_of_sums
 from specctl.lab.reasoning.answers import equal_answers
 from specctl.lab.reasoning.lookahead import ReasoningTrace
-from specctl.lab.reasoning.modes import ChunkRecord
 from specctl.lab.reasoning.options import ReasoningMode
 from specctl.measuring.measured import Measured
 
@@ -60,14 +59,6 @@ class ModeRow:
     agreement: Measured
     unanswered: int
     stops: dict[str, int]
-
-
-def rows(records: Sequence[ChunkRecord]) -> list[ModeRow]:
-    """One row per mode over all chunks of `records`; of a single record, the rows of its chunk."""
-    modes = list(records[0].traces) if records else []
-    traces = {mode: [trace for record in records for trace in record.traces[mode]] for mode in modes}
-    learning = {mode: sum(record.learning_s.get(mode, 0.0) for record in records) for mode in modes}
-    return [row(mode, traces[mode], traces.get("target"), learning[mode]) for mode in modes]
 
 
 def row(

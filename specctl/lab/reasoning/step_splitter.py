@@ -21,11 +21,6 @@ class Step:
     text: str
     end: End
 
-    @property
-    def empty(self) -> bool:
-        """Whether the step contains only white space and, at most, the end of the text."""
-        return not self.text.strip()
-
 
 class StepSplitter:
     """Cuts the tokens of one model into steps.
@@ -61,14 +56,6 @@ class StepSplitter:
     def _completed(self, ids: list[int]) -> bool:
         """Whether the last token completes a delimiter that spans several tokens."""
         return len(self.delimiter) > 1 and self.delimiter in self.text(ids[-len(self.delimiter) :])
-
-    def split(self, ids: list[int]) -> list[Step]:
-        """Return all steps of a text."""
-        steps = []
-        while ids:
-            steps.append(self.first(ids))
-            ids = ids[len(steps[-1].ids) :]
-        return steps
 
 
 @lru_cache(maxsize=4)
