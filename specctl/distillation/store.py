@@ -214,7 +214,7 @@ class ShardWriter:
     def _check(self, meta: dict[str, Any]) -> None:
         """Raise DataError if meta.json differs from `meta`."""
         there = with_weights_digest(_meta(self.dir), meta)
-        if different := _differences(there, meta):
+        if different := differences(there, meta):
             raise DataError(
                 f"{self.dir} was distilled with other settings: " + "; ".join(different),
                 hint="use those settings again, choose another --output-dir, or add --overwrite",
@@ -360,13 +360,13 @@ def drop_torn_line(path: Path) -> None:
             file.truncate(whole)
 
 
-def _differences(there: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+def differences(there: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
     """Texts like "key is OLD there and NEW now" for every leaf that differs."""
-    differences = []
+    found: list[str] = []
     for key in sorted(there.keys() | now.keys()):
         old, new = there.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            differences += _differences(old, new, f"{prefix}{key}.")
+            found += differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            differences.append(f"{prefix}{key} was {json.dumps(old)} and is {json.dumps(new)} now")
-    return differences
+            found.append(f"{prefix}{key} was {json.dumps(old)} and is {json.dumps(new)} now")
+    return found

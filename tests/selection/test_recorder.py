@@ -25,7 +25,7 @@ from specctl.lab.recorded.cut_drafts import PLAIN, shortened
 from specctl.lab.recorded.recorder import Drafted, Query
 from specctl.lab.recorded.table_file import read_table
 from specctl.progress import interrupts
-from specctl.recipe import DrafterRecipe
+from specctl.recipe import DrafterRecipe, SamplingRecipe
 from specctl.selection.arm import Arm
 from tests.lossless.drafters import Rotate, own_weights
 from tests.lossless.test_equality import random_eagle, random_heads
@@ -44,8 +44,9 @@ ROOMS = (14, 11)  # the first answer ends by itself
 
 
 def record(target, pool, queries, sampling, depth, **file):
-    arms, decoding = [Arm(name, drafter) for name, drafter in pool.items()], recording.TableDecoding(sampling)
-    return recording.record(target, arms, queries, decoding, depth, recording.TableFile(**file))
+    arms = [Arm(name, drafter) for name, drafter in pool.items()]
+    recipe = SamplingRecipe(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    return recording.record(target, arms, queries, recipe, depth, recording.TableFile(**file))
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +248,7 @@ class Sometimes(Lookup):
 def test_failures_of_a_drafter_are_recorded_as_empty_drafts_and_scores(target, pool, queries, table, fails, capsys):
     """Failures are counted, reported once, and do not affect the other arm."""
     arms = [Arm("lookup", pool["lookup"]), Arm("broken", Sometimes(fails))]
-    found = recording.record(target, arms, queries, recording.TableDecoding(GREEDY), DEPTH)
+    found = recording.record(target, arms, queries, SamplingRecipe(), DEPTH)
     lookup = table.arms.index("lookup")
     T = sum(trace.tokens for trace in found.traces)
     for trace, other in zip(found.traces, table.traces, strict=True):

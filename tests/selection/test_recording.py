@@ -76,7 +76,7 @@ def test_pieces_of_another_recording_or_damaged_pieces_are_refused(path, made_up
     with pytest.raises(KeyboardInterrupt):
         record(path, [made_up(place) for place in PLACES], stop_before=3)
     other = Header(ARMS, DEPTH, {**HEADER.stamp, "drafters": {"sql": "ff"}})
-    with pytest.raises(UsageError, match="sql was ab12, is ff"), Recording(path, other, resume=True):
+    with pytest.raises(UsageError, match='sql was "ab12" and is "ff" now'), Recording(path, other, resume=True):
         pass
     (piece,) = pieces(path).glob("*.parquet")
     piece.write_bytes(piece.read_bytes()[:-9])

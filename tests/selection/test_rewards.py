@@ -17,7 +17,7 @@ from specctl.drafters.tree import TreeShape
 from specctl.lab.recorded import recorder, replay
 from specctl.lab.recorded.hindsight import Hindsight
 from specctl.lab.recorded.recorder import Query
-from specctl.recipe import GameRecipe, PolicyRecipe
+from specctl.recipe import GameRecipe, PolicyRecipe, SamplingRecipe
 from specctl.selection import assembly
 from specctl.selection.arm import Arm
 from specctl.selection.game import game
@@ -157,7 +157,7 @@ def test_rewards_and_losses_of_a_replay_equal_live_decoding(target, prompts, tic
     }
     queries = [Query(f"q{n}", "d", ids, NEW, 0) for n, ids in enumerate(prompts[:2])]
     arms = [Arm(name, drafter) for name, drafter in pool.items()]
-    table = recorder.record(target, arms, queries, recorder.TableDecoding(GREEDY), DEPTH)
+    table = recorder.record(target, arms, queries, SamplingRecipe(), DEPTH)
     assert table.greedy
     missed = [(trace.overlap[:, :, 1:] > 0) & (trace.accepted[..., None] == 0) for trace in table.traces]
     assert sum(part.any(axis=(1, 2)).sum() for part in missed) > 4, "overlaps after rejected tokens"

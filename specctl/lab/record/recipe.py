@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from pydantic import field_validator
-
 from specctl.errors import UsageError
-from specctl.lab.replay.recipe import without_shapes
+from specctl.lab.replay.recipe import RecordedArms
 from specctl.recipe.sections import LocalPath, ResumableRecipe
 from specctl.recipe.select import ArmRecipe, PoolRecipe
 
@@ -14,11 +12,7 @@ class RecordRecipe(PoolRecipe, ResumableRecipe):
     """`specctl record`: a table of all drafters of a pool at all positions of the answers."""
 
     record: LocalPath | None = None  # file of the table
-
-    @field_validator("arms")
-    @classmethod
-    def _recorded_shapes(cls, arms: ArmRecipe) -> ArmRecipe:
-        return without_shapes(arms)
+    arms: RecordedArms = ArmRecipe()
 
     @property
     def table(self) -> Path:

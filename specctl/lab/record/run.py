@@ -5,7 +5,6 @@ from typing import Any
 
 from specctl.commands.select import PoolOnStream, load_stream
 from specctl.decoding.protocols import Drafter
-from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.drafters.hybrid.weighed import unweighed
 from specctl.lab.record.recipe import RecordRecipe
@@ -62,7 +61,7 @@ def record_table(recipe: RecordRecipe, pooled: PoolOnStream) -> dict[str, int]:
         pooled.target,
         arms,
         queries,
-        recorder.TableDecoding(Sampling.of(recipe.sampling), recipe.sampling.exact),
+        recipe.sampling,
         max(1, *map(longest_draft, drafters.values())),
         recorder.TableFile(
             recipe.table,

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from specctl.lab.recorded.overhead_timing import overheads
 from specctl.lab.recorded.recording import Recording
 from specctl.lab.recorded.table_file import Header, Recorded, read_table
 from specctl.lab.recorded.trace import Table, Trace
+from specctl.recipe import SamplingRecipe
 from specctl.selection import feedback
 from specctl.selection.arm import Arm, TimedDraft, prompt_states, taps_of
 from specctl.selection.arms import longest_draft
@@ -122,13 +123,6 @@ class RecordingDrafter:
         return arm.made
 
 
-class TableDecoding(NamedTuple):
-    """The decoding of a table's texts; `exact` fixes the shapes, as in `EngineOptions`."""
-
-    sampling: Sampling
-    exact: bool = False
-
-
 @dataclass(frozen=True)
 class TableFile:
     """The file that keeps a table.
@@ -153,7 +147,7 @@ def record(
     target: Target,
     arms: Sequence[Arm],
     queries: Sequence[Query],
-    decoding: TableDecoding,
+    recipe: SamplingRecipe,
     depth: int,
     file: TableFile = NOT_KEPT,
 ) -> Table:
@@ -175,8 +169,8 @@ def record(
     stamp = {
         "target": target.identity,
         "dtype": str(target.dtype),
-        "sampling": asdict(decoding.sampling),
-        "exact": decoding.exact,
+        "sampling": asdict(Sampling.of(recipe)),
+        "exact": recipe.exact,
         "stream": hashlib.sha256(asked.encode()).hexdigest(),
         **file.made_of,
     }
@@ -190,27 +184,27 @@ def record(
     ):
         for place in range(recording.next, len(queries)):
             progress.interrupts.check()
-            row = _recorded(scorer, arms, queries[place], decoding, place)
+            row = _recorded(scorer, arms, queries[place], recipe, place)
             if row is not None:
                 recording.add(row)
             bar.update()
         for arm, failures in zip(arms, scorer.failures, strict=True):
             arm.failures += failures
-        return recording.finish(_costs(target, arms, queries, recording.rows, decoding.sampling, depth))
+        return recording.finish(_costs(target, arms, queries, recording.rows, Sampling.of(recipe), depth))
 
 
 def _recorded(
-    scorer: feedback.Scorer, arms: Sequence[Arm], query: Query, decoding: TableDecoding, place: int
+    scorer: feedback.Scorer, arms: Sequence[Arm], query: Query, recipe: SamplingRecipe, place: int
 ) -> Recorded | None:
     """The trace of one answer, or None if nothing was decoded."""
-    witness = RecordingDrafter(scorer.target, arms, scorer.depth)
-    engine = Engine(scorer.target, Fixed(witness, witness.taps), EngineOptions(exact=decoding.exact))
-    (answer,) = decode(engine, [Request(query.ids, decoding.sampling, query.room, query.seed)])
+    witness, sampling = RecordingDrafter(scorer.target, arms, scorer.depth), Sampling.of(recipe)
+    engine = Engine(scorer.target, Fixed(witness, witness.taps), EngineOptions(exact=recipe.exact))
+    (answer,) = decode(engine, [Request(query.ids, sampling, query.room, query.seed)])
     if not answer.decoded_tokens:
         return None
     text = answer.output_ids[1:]
     accepted = [[draft.accepted(text[t:]) for t, draft in enumerate(drafts)] for drafts in witness.drafts]
-    known = feedback.table(scorer, query.ids, answer.output_ids, decoding.sampling, seed=query.seed)
+    known = feedback.table(scorer, query.ids, answer.output_ids, sampling, seed=query.seed)
     overlap = np.zeros(known.gamma.shape, np.float32)
     for arm, drafts in enumerate(witness.drafts):
         for t, draft in enumerate(drafts):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from specctl import regular_files
 from specctl.decoding.models.identity import with_weights_digest
 from specctl.decoding.prompt_features import PromptClusters
+from specctl.distillation import store
 from specctl.errors import CheckpointError
 from specctl.lab.recorded.overheads import Overheads
 from specctl.lab.recorded.trace import Table, Trace
@@ -210,14 +211,6 @@ def read_table(path: Path, stamp: Mapping[str, Any] | None = None) -> Table:
     return replace(table_of(header, rows), digest=sha256(path))
 
 
-def differences(kept: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Differences of `kept` from `now`, in the parts that `now` has: `sampling.temperature was 0.0, is 1.0`."""
-    found = []
-    for key, value in json.loads(json.dumps(now)).items():
-        was = kept.get(key)
-        if isinstance(value, Mapping) and isinstance(was, Mapping):
-            missing = dict.fromkeys(was.keys() - value.keys())
-            found += differences(was, {**value, **missing}, f"{prefix}{key}.")
-        elif was != value:
-            found.append(f"{prefix}{key} was {was}, is {value}")
-    return found
+def differences(kept: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Differences of `kept` from `now`, in the parts that `now` has."""
+    return store.differences({key: kept.get(key) for key in now}, json.loads(json.dumps(now)))

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from specctl.errors import UsageError
 from specctl.recipe.sections import CommandRecipe, LocalPath, Names, Section
@@ -16,11 +16,14 @@ class SeedRecipe(Section):
     seed: NonNegativeInt = 0
 
 
-def without_shapes(arms: ArmRecipe) -> ArmRecipe:
-    """Return the arms of a table. ValueError if they name shapes, which the arms of a table cannot change."""
+def _without_shapes(arms: ArmRecipe) -> ArmRecipe:
     if arms.shapes:
         raise ValueError("shapes: a table has each drafter in one shape: set drafting when it is recorded")
     return arms
+
+
+RecordedArms = Annotated[ArmRecipe, AfterValidator(_without_shapes)]
+"""The arms of a table, which cannot change their shapes."""
 
 
 class ReplayRecipe(CommandRecipe):
@@ -29,7 +32,7 @@ class ReplayRecipe(CommandRecipe):
     replay: LocalPath | None = None  # file of the table
     sampling: SeedRecipe = SeedRecipe()
     algo: Annotated[Names, Field(min_length=1)] = ["cgp-ucb"]  # one policy, or several side by side
-    arms: ArmRecipe = ArmRecipe()
+    arms: RecordedArms = ArmRecipe()
     policy: PolicyRecipe = PolicyRecipe()
     game: GameRecipe = GameRecipe()
     reset: Literal["query", "session", "stream"] = "query"  # when a policy forgets
@@ -37,11 +40,6 @@ class ReplayRecipe(CommandRecipe):
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # repeats with other draws
     pool_sizes: list[PositiveInt] = []  # also play with this many of the arms, on several subsets each
     overwrite: bool = False
-
-    @field_validator("arms")
-    @classmethod
-    def _recorded_shapes(cls, arms: ArmRecipe) -> ArmRecipe:
-        return without_shapes(arms)
 
     @property
     def table(self) -> Path:
