@@ -164,15 +164,12 @@ class ReplayBuffer(FeatureStore):
         self.texts[index] = text
         self.bytes += size
         while self.bytes > self.max_bytes:
-            self._drop(next(iter(self.texts)))
+            self._forget(next(iter(self.texts)))
+            self.dropped += 1
 
     def size(self, example: Example) -> int:
         """Bytes of a text and its features."""
         return self.estimate([example]) + ID_BYTES * len(example.tokens)
-
-    def _drop(self, index: int) -> None:
-        self._forget(index)
-        self.dropped += 1
 
     def _forget(self, index: int) -> None:
         self.bytes -= self.size(self.texts.pop(index).example)

@@ -67,9 +67,7 @@ class Publisher:
     _reported: list[LoadedDrafter] = field(default_factory=list)  # the engines' report on the present version
     _number: int = 0
     _probes: list[GenerationRequest] = field(default_factory=list)
-    _probe_counters: list[DraftCounters] = field(
-        default_factory=list
-    )  # counters of the probes with the present version
+    _probe_counters: list[DraftCounters] = field(default_factory=list)  # with the present version
 
     def begin(self, drafter: Path) -> None:
         """Publish the drafter that learning starts from. Raises EngineError if the engines refuse it."""

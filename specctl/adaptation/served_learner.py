@@ -68,12 +68,7 @@ class ServedLearner:
         self._since = 0.0  # time at which the present version was published, in seconds since 1970
         self._count = 0  # number of texts seen: the index of the next one
         self._failures_in_a_row = 0  # chunks in a row with a harmful update
-        self._ended = False
-
-    @property
-    def ended(self) -> bool:
-        """Whether learning has ended because updates kept doing harm, and requests are still forwarded."""
-        return self._ended
+        self.ended = False  # because updates kept doing harm; requests are still forwarded
 
     @property
     def publishes(self) -> bool:
@@ -102,7 +97,7 @@ class ServedLearner:
             self.online_drafter.buffer.add(BufferedText(example, []), None)
             self._count += 1
         before, played = self.online_drafter.state(), self.online_drafter.played()
-        lesson = ENDED if self._ended else self.online_drafter.learn(accepted)
+        lesson = ENDED if self.ended else self.online_drafter.learn(accepted)
         self._before = accepted
         publication = None
         if self.publishes and not torch.equal(played, self.online_drafter.played()):
@@ -172,7 +167,7 @@ class ServedLearner:
             hint = "lower learner.lr, or set learner.clip"
             if self.recipe.traffic.listen is None:
                 raise SpecctlError(problem, hint=hint)
-            self._ended = True
+            self.ended = True
             progress.warn(f"{problem} ({hint}): learning ends, but requests are still forwarded")
 
     def _saved(self) -> Path:

@@ -26,6 +26,7 @@ from specctl.decoding.records import Label, RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, pool
+from specctl.drafters.feature.layer import select_taps
 from specctl.drafters.names import labels, place_of
 from specctl.families import online_families
 from specctl.recipe import OnlineRecipe
@@ -36,7 +37,6 @@ from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.game.rules import overridden_options
 from specctl.selection.policies import registry
 from specctl.training.checkpoint import add_prefix, strip_prefix
-from specctl.training.feature_files import Features
 
 
 class Specialists(StreamLearner):
@@ -169,7 +169,10 @@ class Specialists(StreamLearner):
             if winner in self.online_drafters:
                 winners.add(winner)
                 buffer = self.online_drafters[winner].buffer
-                buffer.add(text, self._features_for(self.buffer.kept.get(index), buffer.taps))
+                features = self.buffer.kept.get(index)
+                if features is not None:  # of the states that the pool retains, a specialist reads its own
+                    features = replace(features, taps=select_taps(features.taps, self.buffer.taps, buffer.taps))
+                buffer.add(text, features)
         self.buffer.clear()
         self.lessons = {
             name: online_drafter.learn_chunk(self._acceptance(name), decode_s * self.rounds[name] / total)
@@ -187,14 +190,6 @@ class Specialists(StreamLearner):
     def _acceptance(self, arm: str) -> Acceptance:
         """Acceptance in the rounds that an arm drafted, by query."""
         return Acceptance.of((self._accepted[arm][query], count) for query, count in self._verified[arm].items())
-
-    def _features_for(self, features: Features | None, taps: tuple[int, ...]) -> Features | None:
-        """The states that one specialist reads, cut out of the states that the pool retains."""
-        if features is None or taps == self.buffer.taps:
-            return features
-        places = [self.buffer.taps.index(tap) for tap in taps]
-        states = features.taps.unflatten(-1, (len(self.buffer.taps), -1))[:, places].flatten(1)
-        return replace(features, taps=states)
 
     def _combined(self, acceptance: Acceptance) -> Lesson:
         """Combine the lessons of all specialists into one: sums, the mean loss per token, and the arms' shares of the

@@ -157,25 +157,20 @@ class LogTraffic(LoggedTexts):
     Attributes:
         size: texts in a chunk; the last one may have fewer.
         follow: wait for more lines at the end of the file; otherwise the traffic ends there.
-        limit: texts in all, passed over or not (None = until a signal).
+        total: texts in all, passed over or not (None = until a signal).
         passed_over: number of texts that there was no time to learn from.
-        stdin, total: as in `PromptStream`.
+        stdin: as in `PromptStream`.
         check: called while it waits; raises SpecctlError if the writer of the log has ended.
     """
 
     size: int
     follow: bool = True
-    limit: int | None = None
+    total: int | None = None
     passed_over: int = 0
     stdin: bool = False
     check: Callable[[], None] = lambda: None
     _count: int = 0
     _place: LogPosition = field(default_factory=LogPosition)
-
-    @property
-    def total(self) -> int | None:
-        """Number of texts in all."""
-        return self.limit
 
     def position(self) -> dict[str, Any]:
         """The position after the last chunk that was given out; JSON-able, for `resume`."""
@@ -194,7 +189,7 @@ class LogTraffic(LoggedTexts):
         try:
             while True:
                 self._read(tail, waiting)
-                left = self.size if self.limit is None else self.limit - self._count - self.passed_over
+                left = self.size if self.total is None else self.total - self._count - self.passed_over
                 wanted = min(self.size, left)
                 if wanted <= 0:
                     return

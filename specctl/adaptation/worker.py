@@ -24,11 +24,8 @@ from specctl.training.feature_files import Features
 
 PR_SET_PDEATHSIG = 1
 NICENESS = 10  # of a learner in the background: about a tenth of a core that others use, too
-IGNORED_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-)  # often sent to a whole process group; workers ignore them
+# Often sent to a whole process group; workers ignore them.
+IGNORED_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
 State = tuple[dict[str, Any], dict[str, Tensor]]
 """Arguments of `OnlineDrafter.restore`: JSON-able facts, and tensors."""
@@ -74,13 +71,15 @@ class Chunk:
     @property
     def bytes(self) -> int:
         """Size of the texts and their features."""
-        parts = () if self.features is None else vars(self.features).values()
-        return sum(x.nbytes for x in parts) + ID_BYTES * sum(len(text.example.tokens) for text in self.texts)
+        return sum(x.nbytes for x in self._tensors()) + ID_BYTES * sum(len(text.example.tokens) for text in self.texts)
+
+    def _tensors(self) -> list[Tensor]:
+        return [] if self.features is None else [*vars(self.features).values()]
 
     def share(self) -> None:
         """Move the features to shared memory now. Otherwise the queue's thread would do it later, while a state is
         being saved."""
-        for x in () if self.features is None else vars(self.features).values():
+        for x in self._tensors():
             if x.numel():
                 x.share_memory_()
 
@@ -98,11 +97,9 @@ class Chunk:
     @classmethod
     def of(cls, buffer: ReplayBuffer, acceptance: Acceptance) -> Chunk:
         """Build a chunk from all texts in a buffer; without features if the target is to be run again."""
-        kept = [buffer.kept[index] for index in buffer.texts if index in buffer.kept]
-        if not kept:
-            return cls(list(buffer.texts.values()), None, acceptance)
-        joined = (torch.cat(parts) for parts in zip(*(vars(features).values() for features in kept), strict=True))
-        return cls(list(buffer.texts.values()), Features(*joined), acceptance)
+        kept = [vars(buffer.kept[index]).values() for index in buffer.texts if index in buffer.kept]
+        features = Features(*(torch.cat(parts) for parts in zip(*kept, strict=True))) if kept else None
+        return cls(list(buffer.texts.values()), features, acceptance)
 
     def into(self, buffer: ReplayBuffer) -> None:
         """Add all texts to a buffer."""

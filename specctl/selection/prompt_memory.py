@@ -265,9 +265,8 @@ class PromptMemory:
             y = self._y - self._time_cost
             told, noise, signal = self._scales(y[seen], seen, phi[seen[:, :filled]])
             shared = signal * SHARED / (1 - SHARED) if int(seen.sum()) >= MIN_REWARDS else UNKNOWN
-            doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal + (
-                self._texts_seen - self._seen_at
-            ) / AGE
+            doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal
+            doubt += (self._texts_seen - self._seen_at) / AGE
             doubt = torch.where(seen, doubt.clamp_min(MIN_VARIANCE), EMPTY_VARIANCE)[:, :filled]
             off = torch.where(seen[:, :filled], y[:, :filled] - told.mean - told.slope * phi, 0.0)
             found = Regression.of(x, off, doubt, self._k)
@@ -337,11 +336,8 @@ class PromptMemory:
             if one.rounds:
                 place, self._next[arm] = self._next[arm], (self._next[arm] + 1) % WINDOW
                 self._x[arm, place] = x
-                self._y[arm, place], self._rounds[arm, place], self._doubt[arm, place] = (
-                    mean - d + lost_of[arm],
-                    one.rounds,
-                    doubt,
-                )
+                self._y[arm, place] = mean - d + lost_of[arm]
+                self._rounds[arm, place], self._doubt[arm, place] = one.rounds, doubt
                 self._squares[arm, place] = max(one.squares - one.rounds * mean * mean, 0.0)
                 self._seen_at[arm, place] = self._texts_seen
 

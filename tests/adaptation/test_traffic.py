@@ -132,7 +132,7 @@ def test_a_complete_log_is_read_in_chunks(text, tmp_path):
 
 def test_a_limit_ends_the_stream(text, tmp_path):
     write(tmp_path / "log", range(1, 11))
-    assert numbers(traffic(tmp_path / "log", text, limit=7).chunks()) == [[1, 2, 3], [4, 5, 6], [7]]
+    assert numbers(traffic(tmp_path / "log", text, total=7).chunks()) == [[1, 2, 3], [4, 5, 6], [7]]
 
 
 def test_resuming_continues_after_a_chunk_without_repeats(text, tmp_path):
@@ -193,13 +193,13 @@ def test_new_texts_are_read_as_they_arrive(text, tmp_path):
 
     thread = threading.Thread(target=writer)
     thread.start()
-    assert numbers(traffic(tmp_path / "log", text, limit=6).chunks()) == [[1, 2, 3], [4, 5, 6]]
+    assert numbers(traffic(tmp_path / "log", text, total=6).chunks()) == [[1, 2, 3], [4, 5, 6]]
     thread.join()
 
 
 def test_the_oldest_texts_are_skipped_if_learning_is_slower(text, tmp_path):
     write(tmp_path / "log", range(1, 101))
-    reading = traffic(tmp_path / "log", text, limit=100)
+    reading = traffic(tmp_path / "log", text, total=100)
     found = flat(numbers(reading.chunks()))
     assert found == [*range(101 - MAX_BACKLOG_CHUNKS * 3, 101)] and reading.passed_over == 100 - MAX_BACKLOG_CHUNKS * 3
 

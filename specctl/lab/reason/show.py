@@ -140,8 +140,7 @@ def show(document: dict[str, Any]) -> Any:
             f"steps accepted, {gain['mode']} minus {gain['than']}: {_shown('step_acceptance', gain['step_acceptance'])}"
             for gain in document["differences"]
         ),
-        *_fidelity(document),
-        *_cut(document),
+        *_fidelity(next((row for row in rows if row["mode"] == "target"), None)),
         *_slower(document),
         *(f"judge of {name}: {_judged(counts)}" for name, counts in document["judges"].items()),
         *(f"learned by {name}: {cell(place)}" for name, place in document["drafters"].items()),
@@ -165,25 +164,17 @@ def _shown(name: str, value: Any) -> str:
     return numbers[0] + unit + interval
 
 
-def _fidelity(document: dict[str, Any]) -> list[str]:
-    """Say that the run is not lossless, and how many answers are compared with the target's."""
-    alone = next((row for row in document["modes"] if row["mode"] == "target"), None)
+def _fidelity(alone: dict[str, Any] | None) -> list[str]:
+    """Say that the run is not lossless, and how many answers are compared with the answers of the target `alone`. Warn
+    if most of its steps reached their longest length and were cut."""
     if alone is None:
         return ["not lossless: agreement with the target alone was not measured (add target to reasoning.baselines)"]
-    told = alone["prompts"] - alone["unanswered"]
-    return [
+    told, cut, rounds = alone["prompts"] - alone["unanswered"], alone["cut"], alone["rounds"]
+    said = (
         f"not lossless: answers are compared on the {told} of {alone['prompts']} prompts that the target alone answered"
-    ]
-
-
-def _cut(document: dict[str, Any]) -> list[str]:
-    """Warn if most steps of the target alone reached their longest length and were cut."""
-    alone = next((row for row in document["modes"] if row["mode"] == "target"), None)
-    if alone is None or 2 * alone["cut"] <= alone["rounds"]:
-        return []
-    return [
-        f"{alone['cut']} of {alone['rounds']} steps were cut: set reasoning.delimiter, or raise reasoning.step_tokens"
-    ]
+    )
+    warning = f"{cut} of {rounds} steps were cut: set reasoning.delimiter, or raise reasoning.step_tokens"
+    return [said, warning] if 2 * cut > rounds else [said]
 
 
 def _slower(document: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specctl.decoding.models.tensors import quiet
 from specctl.errors import CheckpointError
 from specctl.lab.reasoning.lookahead import Mismatch
 from specctl.lab.reasoning.options import FULL_BELOW, LearningMode, LookaheadRecipe
@@ -251,18 +252,15 @@ def _polling() -> Any:
 def _quiet() -> Iterator[None]:
     """Suppress TRL's output and progress bars, and restore the process's random states afterwards."""
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-    from transformers.utils import logging as library
 
     states = random.getstate(), np.random.get_state()
-    verbosity, bars = library.get_verbosity(), not are_progress_bars_disabled()
+    bars = not are_progress_bars_disabled()
     disable_progress_bars()
-    library.set_verbosity_error()
     try:
-        with torch.random.fork_rng(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        with quiet(), torch.random.fork_rng(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        library.set_verbosity(verbosity)
         random.setstate(states[0])
         np.random.set_state(states[1])
         if bars:

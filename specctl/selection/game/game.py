@@ -88,10 +88,6 @@ class Game:
         self._success_share = [1.0] * arms.count  # share of an arm's last rounds in which its drafter did not fail
         self._reader = policy if isinstance(policy, ContextualUcb) and arms.plain is not None else None
 
-    def weights(self) -> Numbers:
-        """[N] probabilities of the next choice."""
-        return self.policy.weights()
-
     def choose(self) -> int:
         """Choose the arm of a round, and open its entry in the log."""
         began = perf_counter_ns()

@@ -110,7 +110,7 @@ class FollowTheLeader(HedgeLearner):
         return leader_weights(self.L)
 
 
-class Hedge(HedgeLearner):
+class Hedge(FollowTheLeader):
     """`hedge`: exponential weights, with the rate that needs no horizon unless `eta` is given."""
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
@@ -118,14 +118,12 @@ class Hedge(HedgeLearner):
         self._eta = options.eta
 
     def forget(self) -> None:
-        self.L = [0.0] * self.arms.count
+        super().forget()
         self.t = 0
-        self._changed()
 
     def losses(self, losses: Sequence[float]) -> None:
-        self.L = list(map(add, self.L, losses))
+        super().losses(losses)
         self.t += 1
-        self._changed()
 
     def _weigh(self) -> Numbers:
         return exponential_weights(self.L, self._eta or hedge_rate(self.t + 1, self.arms.count))
