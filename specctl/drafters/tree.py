@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, Self, runtime_checkable
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.protocols import BaseDrafter, Drafter
-from specctl.decoding.records import PADDING, ChainRows, DraftTree, first_chain
+from specctl.decoding.records import PADDING, ChainRows, DraftTree, empty_draft, first_chain
 from specctl.decoding.state import DecodeState
 from specctl.recipe import DraftingRecipe
 
@@ -170,6 +171,40 @@ class TreeDrafter(BaseDrafter):
         if self.shape.chain or state.exact_rows:
             return (1,) * self.shape.depth
         return (self.shape.children,) * min(self.shape.depth, self.shape.nodes)
+
+    @abstractmethod
+    def grow(
+        self, state: DecodeState, budget: int, shape: TreeShape, pays: WorthLevel
+    ) -> tuple[list[TreeBuilder], ChainRows]:
+        """Grow the trees of candidates, at most `budget` levels, after the last committed token of every sequence.
+
+        Also returns the draft logits of the first chains. If no sequence has room, the trees are empty.
+        """
+
+    def levels(self, state: DecodeState, budget: int, shape: TreeShape) -> int:
+        """Levels of a draft, no more than the sequence with the most room allows."""
+        return min(shape.depth, max(row.draft_room for row in state.rows), budget)
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        """Draft a chain or tree from the last committed token, no deeper than a sequence has room for."""
+        # Exact mode promises bitwise equality for chains only: a tree's rejected siblings sit between the rows it
+        # keeps.
+        chain = self.shape.chain or bool(state.exact_rows)
+        shape = replace(self.shape, width=1, children=1) if chain else self.shape.within(budget)
+        floor = shape.log_stop_below
+        growing, q = self.grow(state, budget, shape, lambda joint: max(joint) >= floor)
+        if not growing[0].tokens:
+            return empty_draft(state.batch, state.device)
+        rooms = [row.draft_room for row in state.rows]
+        if not chain:
+            return best(growing, rooms, shape, state.device, q)
+        chains = [tree.tokens[:room] for tree, room in zip(growing, rooms, strict=True)]
+        return DraftTree.from_chains(chains, state.device, q=q)
+
+    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
+        """Candidates after the last committed token of every sequence, at most `budget` levels deep."""
+        growing, _ = self.grow(state, budget, self.shape, pays)
+        return [tree.proposal(row.draft_room) for tree, row in zip(growing, state.rows, strict=True)]
 
 
 class TreeBuilder:

@@ -40,7 +40,6 @@ from specctl.drafters.dflash.head import BlockHead
 from specctl.drafters.eagle.drafter import FAMILY as eagle
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
-from specctl.drafters.feature import drafter as features
 from specctl.drafters.hybrid.costs import ROWS, Costs
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.lm.drafter import FAMILY as lm
@@ -373,7 +372,7 @@ def test_heads_that_the_kernel_does_not_know_make_masks_alone(tiny, on_device, m
         asked.add(q.shape[2])
         return reference.attention(q, *rest)
 
-    for module in (attention, plans, features):
+    for module in (attention, plans):
         monkeypatch.setattr(module, "by_kernel", lambda device: True)
     monkeypatch.setattr(kernels, "attention", op)
     attention._tried.cache_clear()

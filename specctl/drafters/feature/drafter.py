@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl import kernels
-from specctl.decoding.attention import by_kernel
 from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.models.linear import DraftLinear
-from specctl.decoding.plan import BITS, Plan, plan_at, plan_rows
+from specctl.decoding.plan import Plan, plan_at, plan_rows
 from specctl.decoding.records import ChainRows, DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -21,7 +21,7 @@ from specctl.drafters.device_trees import DeviceTreeBuilder
 from specctl.drafters.feature.head import DraftHead, HeadLayer
 from specctl.drafters.feature.layer import Attention, FeatureLayer, FeatureMemory, draft_start_slots, select_taps
 from specctl.drafters.feature.rounds import ReaderRounds
-from specctl.drafters.tree import ProposedTree, TreeBuilder, TreeDrafter, TreeShape, WorthLevel, best, chain_rows
+from specctl.drafters.tree import TreeBuilder, TreeDrafter, TreeShape, WorthLevel, chain_rows
 from specctl.kernels.native import NativeProduct
 
 
@@ -66,57 +66,14 @@ class FeatureDrafter(FeatureLayer, TreeDrafter):
         logits = self.logits(hidden)
         return logits, *kernels.expand_topk(logits, count)
 
-    def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        """Draft a chain or tree from the last committed token, no deeper than a sequence has room for."""
+    def grow(
+        self, state: DecodeState, budget: int, shape: TreeShape, pays: WorthLevel
+    ) -> tuple[list[TreeBuilder], ChainRows]:
         memory = self._ready(state)
-        depth = min(self.shape.depth, max(row.draft_room for row in state.rows), budget)
-        if depth <= 0:
-            return DraftTree.from_chains([[] for _ in state.rows], state.device)
-        # Exact mode promises bitwise equality for chains only: a tree's rejected siblings sit between the rows it
-        # keeps.
-        if self.shape.chain or state.exact_rows:
-            return self._chain(state, memory, depth)
-        return self._tree(state, memory, depth, self.shape.within(budget))
-
-    def _chain(self, state: DecodeState, memory: FeatureMemory, depth: int) -> DraftTree:
-        hidden = memory.hidden
-        chains: list[list[int]] = [[] for _ in state.rows]
-        joint = [0.0] * state.batch
-        floor = self.shape.log_stop_below
-        tables = self._tables(memory, depth)
-        asked = []
-        for step in range(depth):
-            logits, logprob, index = self.candidates(hidden, 1)
-            asked.append(logits)
-            for b, (gain, token) in enumerate(zip(logprob[:, 0].tolist(), index[:, 0].tolist(), strict=True)):
-                joint[b] += gain
-                chains[b].append(self._to_target[token])
-            if step + 1 == depth or max(joint) < floor:
-                break
-            tokens = torch.tensor([chain[-1:] for chain in chains], device=state.device)
-            plan = plan_rows([c + step for c in memory.cached], 1, device=state.device, dtype=state.dtype)
-            hidden = self._layer(tokens, hidden, memory.cache, plan, tables[step])
-        chains = [chain[: row.draft_room] for chain, row in zip(chains, state.rows, strict=True)]
-        return DraftTree.from_chains(chains, state.device, q=ChainRows(asked, self.ids))
-
-    def _tree(self, state: DecodeState, memory: FeatureMemory, depth: int, shape: TreeShape) -> DraftTree:
-        floor = shape.log_stop_below
-        growing, asked = self._grow(state, memory, depth, shape, lambda joint: max(joint) >= floor)
-        rooms = [row.draft_room for row in state.rows]
-        return best(growing, rooms, shape, state.device, chain_rows(growing, asked, self.ids))
-
-    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
-        """Candidates after the last committed token of every sequence, at most `budget` levels deep."""
-        memory = self._ready(state)
-        depth = min(self.shape.depth, max(row.draft_room for row in state.rows), budget)
-        growing, _ = self._grow(state, memory, depth, self.shape, pays)
-        return [tree.proposal(row.draft_room) for tree, row in zip(growing, state.rows, strict=True)]
-
-    def _grow(
-        self, state: DecodeState, memory: FeatureMemory, depth: int, shape: TreeShape, pays: WorthLevel
-    ) -> tuple[list[TreeBuilder], list[Tensor]]:
-        """Grow the trees of candidates. Also returns the logits from which each level was chosen."""
         growing = [TreeBuilder() for _ in state.rows]
+        depth = self.levels(state, budget, shape)
+        if depth <= 0:
+            return growing, ChainRows([])
         width, children = shape.width, min(shape.children, len(self.ids))
         logits, logprob, index = self.candidates(memory.hidden, children)
         asked = [logits]
@@ -146,7 +103,7 @@ class FeatureDrafter(FeatureLayer, TreeDrafter):
                 for place, node in enumerate(frontier):
                     tree.expanded[node] = step * width + place
                     tree.add(node, gain[place], [self._to_target[i] for i in token[place]])
-        return growing, asked
+        return growing, chain_rows(growing, asked, self.ids)
 
     def _plan(
         self,
@@ -162,27 +119,15 @@ class FeatureDrafter(FeatureLayer, TreeDrafter):
         """
         width = len(frontiers[0])
         base = [cached + step * width for cached in memory.cached]
-        positions = torch.tensor([[cached + step] * width for cached in memory.cached], device=state.device)
-        span, reach = max(base) + width, (step + 1) * width
-        if by_kernel(state.device) and reach < BITS:
-            own = step * width
-            bits = [
-                [sum(1 << tree.expanded[a] for a in tree.ancestors(n)) | 1 << own + i for i, n in enumerate(frontier)]
-                for tree, frontier in zip(growing, frontiers, strict=True)
-            ]
-            visible = torch.tensor(bits, device=state.device)
-            ancestry = kernels.Ancestry(torch.tensor(memory.cached, device=state.device), reach, visible)
-            return Plan(base, positions, span, None, False, False, ancestry=ancestry)
-        if width == 1 and len(set(base)) == 1:
-            return Plan(base, positions, base[0] + 1, None, False, True)
-        mask = torch.full((state.batch, 1, width, span), float("-inf"), dtype=state.dtype, device=state.device)
-        for b, (tree, frontier) in enumerate(zip(growing, frontiers, strict=True)):
-            start = memory.cached[b]
-            mask[b, 0, :, :start] = 0
+        if width == 1:  # all earlier rows are ancestors
+            return plan_rows(base, 1, device=state.device, dtype=state.dtype)
+        visible = torch.zeros(state.batch, width, (step + 1) * width, dtype=torch.bool)
+        for seen, tree, frontier in zip(visible, growing, frontiers, strict=True):
             for place, node in enumerate(frontier):
-                seen = [start + tree.expanded[a] for a in tree.ancestors(node)] + [base[b] + place]
-                mask[b, 0, place, seen] = 0
-        return Plan(base, positions, span, mask, False, False)
+                seen[place, [*(tree.expanded[above] for above in tree.ancestors(node)), step * width + place]] = True
+        cached = torch.tensor(memory.cached, device=state.device)
+        plan = plan_at(cached, visible.to(state.device), step, span=max(base) + width, dtype=state.dtype)
+        return replace(plan, base=base, slots=None)
 
     def on_device(self, state: DecodeState, budget: int) -> FeatureRounds | None:
         """Return the device-side rounds, or None if drafts may end early, because the host decides that."""
@@ -304,7 +249,7 @@ class FeatureRounds(ReaderRounds):
         super().__init__(drafter, state, min(self.levels, self.nodes), reach)
 
     def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
-        """Draft like `FeatureDrafter._chain` and `_tree`, with tensors of fixed shapes."""
+        """Draft like `FeatureDrafter.propose`, with tensors of fixed shapes."""
         batch, width, children = sequences.batch, self.width, self.children
         trees = DeviceTreeBuilder()
         gains, index = kernels.expand_topk(self.drafter.logits(self.hidden), children)

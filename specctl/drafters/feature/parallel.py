@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +12,12 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device.device_batch import DeviceBatch
-from specctl.decoding.records import ChainRows, DraftTree, Score, empty_draft, first_chain
+from specctl.decoding.records import ChainRows, DraftTree, Score, first_chain
 from specctl.decoding.state import DecodeState
 from specctl.drafters.device_trees import DeviceTreeBuilder
 from specctl.drafters.feature.layer import FeatureReader, draft_start_slots
 from specctl.drafters.feature.rounds import ReaderRounds
-from specctl.drafters.tree import ProposedTree, TreeBuilder, TreeDrafter, TreeShape, WorthLevel, best
+from specctl.drafters.tree import TreeBuilder, TreeDrafter, TreeShape, WorthLevel
 
 
 class Transitions(NamedTuple):
@@ -74,39 +73,14 @@ class ParallelDrafter(FeatureReader, TreeDrafter):
         """Adjust the logits [..., Vd] to the preceding tokens `before` [...], for heads that condition on them."""
         return logits
 
-    def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        """Draft a chain or tree from the last committed token, no deeper than a sequence has room for."""
-        # Exact mode promises bitwise equality for chains only: a tree's rejected siblings sit between the rows it
-        # keeps.
-        chain = self.shape.chain or bool(state.exact_rows)
-        shape = replace(self.shape, width=1, children=1) if chain else self.shape.within(budget)
-        rooms, floor = [row.draft_room for row in state.rows], shape.log_stop_below
-        growing, drafted = self._grow(state, budget, shape, lambda joint: max(joint) >= floor)
-        if drafted is None:
-            return empty_draft(state.batch, state.device)
-        if chain:
-            chains = [tree.tokens[:room] for tree, room in zip(growing, rooms, strict=True)]
-            return DraftTree.from_chains(chains, state.device, q=self.rows(state, chains, *drafted))
-        chains = [[tree.tokens[node] for node in first_chain(tree.parents)] for tree in growing]
-        return best(growing, rooms, shape, state.device, self.rows(state, chains, *drafted))
-
-    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
-        """Candidates after the last committed token of every sequence, at most `budget` levels deep."""
-        growing, _ = self._grow(state, budget, self.shape, pays)
-        return [tree.proposal(row.draft_room) for tree, row in zip(growing, state.rows, strict=True)]
-
-    def _grow(
+    def grow(
         self, state: DecodeState, budget: int, shape: TreeShape, pays: WorthLevel
-    ) -> tuple[list[TreeBuilder], tuple[Tensor, Tensor] | None]:
-        """Grow the trees of candidates. Also returns the block's states [B, depth, H] and logits [B, depth, Vd].
-
-        If no sequence has room, the trees are empty and None is returned instead of states and logits.
-        """
+    ) -> tuple[list[TreeBuilder], ChainRows]:
         self.advance(state)
         growing = [TreeBuilder() for _ in state.rows]
-        depth = min(shape.depth, self.depths, max(row.draft_room for row in state.rows), budget)
+        depth = min(self.levels(state, budget, shape), self.depths)
         if depth <= 0:
-            return growing, None
+            return growing, ChainRows([])
         states = self.block(state, depth)
         logits = self.logits(states)
         anchors = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
@@ -121,7 +95,8 @@ class ParallelDrafter(FeatureReader, TreeDrafter):
                     chosen = likeliest[step][before]
                     rank += chosen
                     tree.add(node, gains[step][before], [self._to_target[candidates[step][i]] for i in chosen])
-        return growing, (states, logits)
+        chains = [[tree.tokens[node] for node in first_chain(tree.parents)] for tree in growing]
+        return growing, self.rows(state, chains, states, logits)
 
     def on_device(self, state: DecodeState, budget: int) -> ParallelRounds | None:
         """Return the device-side rounds, or None if drafts may end early, because the host decides that."""
