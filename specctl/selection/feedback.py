@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -24,8 +23,6 @@ from specctl.decoding.records import Sequence as Text
 from specctl.decoding.sampling import DRAFT, Draws, Sampling
 from specctl.decoding.state import DecodeState, PerText
 from specctl.decoding.target import Target
-from specctl.drafters.feature.drafter import FeatureDrafter
-from specctl.drafters.feature.stacked import Stacked, scoring_groups
 from specctl.errors import SpecctlError
 from specctl.selection.game.losses import INNER, LEAF
 
@@ -90,7 +87,6 @@ class Scorer:
         """Score these drafters from now on."""
         self.drafters = drafters
         self.forget()
-        self._teams = [(places, _stacked([drafters[n] for n in places])) for places in scoring_groups(drafters)]
 
     def forget(self) -> None:
         """Reset the failure counts."""
@@ -150,7 +146,7 @@ class Scorer:
         if not any(sizes):
             shape = (len(self.drafters), 0, depth)
             return [Feedback(np.zeros(shape, np.float32), np.zeros(shape, np.uint8)) for _ in spans]
-        scores = self._scores(state, spans)
+        scores = [self._asked(state, spans, n) for n in range(len(self.drafters))]
         draws = state.draws.select([b for b, size in enumerate(sizes) for _ in range(size)])
         committed = [row.ids[at] for row, span in zip(state.rows, spans, strict=True) for at in span]
         judge = _CommittedRows(logits, draws, spans, torch.tensor(committed, device=state.device))
@@ -163,20 +159,10 @@ class Scorer:
         gamma, hit = (torch.stack(part).cpu().numpy() for part in zip(*judged, strict=True))
         return Feedback(gamma * begun, hit * begun)._parts(sizes)
 
-    def _scores(self, state: DecodeState, spans: list[range]) -> list[Score]:
-        scores: dict[int, Score] = {}
-        for places, stack in self._teams:
-            scores.update(zip(places, self._asked(state, spans, places, stack), strict=True))
-        return [scores[n] for n in range(len(self.drafters))]
-
-    def _asked(
-        self, state: DecodeState, spans: list[range], places: Sequence[int], stack: Stacked | None
-    ) -> list[Score]:
-        """The scores of one drafter, or of a stack of drafters."""
+    def _asked(self, state: DecodeState, spans: list[range], n: int) -> Score:
+        """The scores of drafter n."""
         try:
-            if stack is not None:
-                return [_joined(scores) for scores in stack.score(state, spans, self.depth)]
-            return [_joined(self.drafters[n].score(state, spans, self.depth)) for n in places]
+            return _joined(self.drafters[n].score(state, spans, self.depth))
         except SpecctlError:  # an error with advice for the user, not a failure
             raise
         except Exception as error:
@@ -185,11 +171,10 @@ class Scorer:
                     "a drafter cannot be scored, so it counts as one without a proposal: "
                     f"{type(error).__name__}: {error}"
                 )
-            for n in places:
-                self.failures[n] += 1
-                self.drafters[n].invalidate(state)  # its memory may be half written
+            self.failures[n] += 1
+            self.drafters[n].invalidate(state)  # its memory may be half written
             silence = torch.full((1, sum(map(len, spans)), 1), -1, device=state.device)
-            return [Score(range(0), tokens=silence) for _ in places]
+            return Score(range(0), tokens=silence)
 
 
 @torch.inference_mode()
@@ -215,10 +200,6 @@ def table(
         parts += scorer._score(state, [span], logits)
     fields = zip(*((part.gamma, part.hit) for part in parts), strict=True)
     return Feedback(*(np.concatenate(field, 1) for field in fields))
-
-
-def _stacked(team: list[Drafter]) -> Stacked | None:
-    return Stacked(cast(list[FeatureDrafter], team)) if len(team) > 1 else None
 
 
 def _joined(scores: list[Score]) -> Score:

@@ -3,21 +3,18 @@
 import pytest
 import torch
 
-from specctl.decoding.models import linear
 from specctl.decoding.sampling import GREEDY
-from specctl.decoding.target import load_target
 from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
-from specctl.drafters.feature.stacked import Stacked, scoring_groups
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe, TrainRecipe
 from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
+from tests.drafters.heads import disturbed
 from tests.drafters.test_eagle3 import STEPS, forced, scored, training_logits
 from tests.drafters.test_eagle3_head import run
-from tests.drafters.test_stacked import disturbed
 from tests.drafters.variants import NORMS, TRAINED, VARIANTS
 from tests.toys.decoding import decode
 
@@ -111,38 +108,6 @@ def test_lossless_in_ragged_batches(target, head, ragged):
     """
     drafter, (texts, fixed, plain) = Eagle3Drafter(head, target, TreeShape(4, 3, 9, 2, 0.0)), ragged
     assert plain == [one.output_ids for one in decode(target, texts, seeds=[0] * 3, drafter=drafter, **fixed)]
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-4), ("bf16", 0.2)])
-@pytest.mark.parametrize("variant", ["norm_before_fc", "paper", "speculators", "layers"])
-def test_stacked_scores_equal_scores_of_each_head(target, long_prompt, monkeypatch, variant, dtype, tolerance):
-    """`norm_before_fc` has several norms per head, so it is one of the variants."""
-    monkeypatch.setattr(linear, "_packed", lambda *_: None)
-    target = target if dtype == "fp32" else load_target("builtin", device="cpu", dtype=dtype)
-    heads = [eagle31(target, seed, **VARIANTS[variant]) for seed in range(3)]
-    apart = [Eagle3Drafter(head, target, SHAPE) for head in heads]
-    stacked = Stacked([Eagle3Drafter(head, target, SHAPE) for head in heads])
-    compared = []
-
-    def ask(state, draft, verdict):
-        spans = [range(len(state.rows[0].ids) - 5, len(state.rows[0].ids))]
-        for head, found in zip(apart, stacked.score(state, spans, 3), strict=True):
-            (one,) = head.score(state, spans, 3)
-            torch.testing.assert_close(found[0].logits, one.logits, atol=tolerance, rtol=tolerance)
-            compared.append(one.logits)
-
-    decode(target, [long_prompt], sampling=GREEDY, max_new_tokens=3, seeds=[0], taps=apart[0].taps, on_round=ask)
-    assert len(compared) >= 3 and (compared[0] - compared[1]).abs().max() > 10 * tolerance
-
-
-def test_heads_with_different_options_are_not_stacked(target):
-    """Equal tensor shapes do not imply equal computation."""
-    some = [{}, {"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True}, {"norm_before_fc": True}]
-    some += [{"sliding_window": 64}, {"sliding_window": 65}, {"num_layers": 2}]
-    pool = [Eagle3Drafter(eagle31(target, **options), target, SHAPE) for options in some for _ in range(2)]
-    for drafter in pool:
-        drafter.device = torch.device("cuda")
-    assert scoring_groups(pool) == [[place, place + 1] for place in range(0, len(pool), 2)]
 
 
 @pytest.mark.parametrize("variant", ["paper", "speculators", "layers"])

@@ -9,8 +9,8 @@ from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.medusa.drafter import MedusaDrafter
 from specctl.drafters.text.lookup import Lookup
+from tests.drafters.heads import SHAPE, eagle3_head
 from tests.drafters.test_depth_drafter import built
-from tests.drafters.test_stacked import SHAPE, eagle3_head
 from tests.lossless.drafters import own_weights
 from tests.toys.decoding import decode
 

@@ -7,12 +7,16 @@ import torch
 from specctl.decoding.models.linear import Linear
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, lora, pool
+from specctl.drafters.eagle.drafter import FAMILY as eagle
 from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.head import Eagle3Head
 from specctl.drafters.lora import Adapter, LowRank
+from specctl.drafters.mtp.drafter import FAMILY as mtp
 from specctl.errors import CheckpointError, RecipeError
 from specctl.families import FAMILIES
 from specctl.recipe import DrafterRecipe, DraftingRecipe, LoraRecipe, TrainRecipe
+from tests.drafters.heads import eagle3_head
+from tests.toys import mtp as mtp_layers
 from tests.toys.decoding import decode
 
 SETTINGS = {"rank": 4, "alpha": 8.0}
@@ -90,6 +94,36 @@ def run(drafter, taps, tokens):
     )
     hidden = drafter._through(entered, table, lambda place, x, pairs, query: (x, query.flatten(1)))
     return qkv, hidden, drafter.logits(hidden)
+
+
+@pytest.mark.parametrize("family", [eagle3, eagle, mtp])
+def test_an_adapter_scores_a_text_like_its_merged_weights(target, prompts, family):
+    """A ragged batch with an empty span, and updates of different ranks and projections."""
+    head = {
+        eagle3: lambda: eagle3_head(target, 0),
+        eagle: lambda: eagle.build(TrainRecipe(), target, lambda size: range(size)),
+        mtp: lambda: mtp_layers.head(target),
+    }[family]()
+    config, state_dict = family.checkpoint_config(head, target.identity), family.stored_state(head.state_dict())
+    base = family.make_drafter(head, target, DraftingRecipe())
+    pairs = []
+    for seed, (rank, names) in enumerate([(4, FAMILIES[config["family"]].lora_modules), (3, ("o_proj", "up_proj"))]):
+        tensors = random_adapter(head, torch.Generator().manual_seed(seed), names, rank)
+        adapter = Adapter.of({**config, "lora": {"rank": rank, "alpha": 8.0}}, tensors)
+        whole = family.restore(config, adapter.merge(state_dict))
+        pairs.append((base.adapted(adapter), family.make_drafter(whole, target, DraftingRecipe())))
+    found = []
+
+    def ask(state, draft, verdict):
+        spans = [range(len(row.ids) - size, len(row.ids)) for row, size in zip(state.rows, [4, 0, 9], strict=True)]
+        for adapted, merged in pairs:
+            for ours, theirs in zip(adapted.score(state, spans, 2), merged.score(state, spans, 2), strict=True):
+                found.append(theirs.logits)
+                if theirs.logits is not None:
+                    torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-3, rtol=1e-3)
+
+    decode(target, prompts, sampling=GREEDY, max_new_tokens=3, seeds=[0] * 3, taps=base.taps, on_round=ask)
+    assert found[1] is None and (found[0] - found[3]).abs().max() > 0.01
 
 
 def test_adapters_in_a_pool_share_their_base(place, target):

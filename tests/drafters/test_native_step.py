@@ -17,9 +17,9 @@ from specctl.drafters.mtp.drafter import FAMILY as mtp
 from specctl.drafters.tree import TreeShape
 from specctl.kernels import native
 from specctl.recipe import DraftingRecipe, TrainRecipe
+from tests.drafters.heads import disturbed
 from tests.drafters.test_eagle3 import forced
 from tests.drafters.test_eagle31 import SHAPE, eagle31
-from tests.drafters.test_stacked import disturbed
 from tests.toys import mtp as toys
 from tests.toys.decoding import decode
 

@@ -14,10 +14,10 @@ from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.drafters.peagle.drafter import PEagleDrafter
 from specctl.drafters.tree import TreeShape
+from tests.drafters.heads import SHAPE, eagle3_head, eagle_drafter
 from tests.drafters.test_depth_drafter import built
 from tests.drafters.test_dflash import block_head
 from tests.drafters.test_peagle import peagle_head
-from tests.drafters.test_stacked import SHAPE, eagle3_head, eagle_drafter
 from tests.lossless.drafters import own_weights
 from tests.toys import mtp
 from tests.toys.decoding import decode

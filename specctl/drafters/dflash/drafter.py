@@ -26,7 +26,8 @@ from specctl.drafters.dflash.layer import BlockPass
 from specctl.drafters.family import HeadFamily
 from specctl.drafters.feature.head import head_config, mask_token, taps_of
 from specctl.drafters.feature.layer import FeatureMemory, last_slots, select_taps
-from specctl.drafters.feature.parallel import ParallelDrafter, Transitions, block_mask, hidden_context
+from specctl.drafters.feature.parallel import ParallelDrafter, Transitions
+from specctl.drafters.feature.scoring import attend_all, block_mask, hidden_context
 from specctl.drafters.tree import TreeShape
 from specctl.errors import UsageError
 from specctl.recipe import DrafterRecipe
@@ -245,14 +246,11 @@ class BlockDrafter(ParallelDrafter):
         )
         for place, layer in enumerate(self.passes):
             qkv, kernel = layer.project(x, table)
-            parts = qkv.unflatten(0, (many, width * size)).transpose(1, 2)
-            query, key, value = parts.split((self.heads, self.kv_heads, self.kv_heads), 1)
+            key, value = qkv[:, self.heads :].unflatten(0, (many, -1)).transpose(1, 2).chunk(2, 1)
             keys = torch.cat((cache.keys[place][index, :, :end], key), 2)
             values = torch.cat((cache.values[place][index, :, :end], value), 2)
-            out = F.scaled_dot_product_attention(
-                query, keys, values, attn_mask=masks[self.sights[place]], scale=self.dim**-0.5, enable_gqa=True
-            )
-            x = layer.layer_output(x, out.transpose(1, 2).flatten(0, 1).flatten(1), kernel)
+            out = attend_all(qkv[:, : self.heads], keys, values, masks[self.sights[place]])
+            x = layer.layer_output(x, out, kernel)
         first = self.config.first
         return self.norm(x).view(many, width, size, -1)[:, :, first : first + depths]
 

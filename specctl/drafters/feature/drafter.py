@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specctl import kernels
@@ -19,8 +18,9 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.device_trees import DeviceTreeBuilder
 from specctl.drafters.feature.head import DraftHead, HeadLayer
-from specctl.drafters.feature.layer import Attention, FeatureLayer, FeatureMemory, draft_start_slots, select_taps
+from specctl.drafters.feature.layer import Attention, FeatureLayer, FeatureMemory, select_taps
 from specctl.drafters.feature.rounds import ReaderRounds
+from specctl.drafters.feature.scoring import additive, attend_all, draft_start_slots, hidden_context
 from specctl.drafters.tree import TreeBuilder, TreeDrafter, TreeShape, WorthLevel, chain_rows
 from specctl.kernels.native import NativeProduct
 
@@ -32,10 +32,8 @@ class FeatureDrafter(FeatureLayer, TreeDrafter):
 
     Attributes:
         head: product of the draft vocabulary head (a `DraftLinear`, or its `LowRank` update).
-        stride: rows between the token tables of two heads, if tables are stacked (`feature.stacked`).
     """
 
-    stride = 0
     head: Any
 
     def __init__(self, head: DraftHead, layer: HeadLayer, target: Target, shape: TreeShape):
@@ -138,65 +136,45 @@ class FeatureDrafter(FeatureLayer, TreeDrafter):
 
         Slot s predicts position s + 2 + k at step k, so position j at depth k + 1 is step k of slot j − 2 − k.
         """
-        return self.score_as([self], state, spans, depths)[0]
-
-    def score_as(
-        self, heads: list[FeatureDrafter], state: DecodeState, spans: list[range], depths: int
-    ) -> list[list[Score]]:
-        """Score with N `heads` in one forward of N·R rows, head after head (see `feature.stacked`)."""
-        kinds: list[dict[str, Any]] = [
-            {"ids": head.ids, "children": head.children(state), "inner": head.shape.width} for head in heads
-        ]
+        kind: dict[str, Any] = {"ids": self.ids, "children": self.children(state), "inner": self.shape.width}
         asked = [span.start - 1 - depths if span else end for span, end in zip(spans, state.cached, strict=True)]
-        memories = [head._ready(state, asked) for head in heads]
+        memory = self._ready(state, asked)
         live = [b for b, span in enumerate(spans) if span]
         if not live:
-            return [[Score(span, **kind) for span in spans] for kind in kinds]
+            return [Score(span, **kind) for span in spans]
         assert state.features is not None
-        slots = draft_start_slots([spans[b] for b in live], depths)
+        slots, cache = draft_start_slots([spans[b] for b in live], depths), memory.cache
         at, index = torch.tensor(slots, device=state.device), torch.tensor(live, device=state.device)
-        many, end, width = len(heads), int(at.max()) + 1, at.shape[1]
-        features = select_taps(state.features[index[:, None], at].flatten(0, 1), state.taps, self.taps)
-        hidden = self.feature(features.repeat(many, 1))
-        cached = [memory.cache for memory in memories]
-        keys, values = (
-            [[torch.cat([part[place][index, :, :end] for part in parts])] for place in range(self.layers)]
-            for parts in ([cache.keys for cache in cached], [cache.values for cache in cached])
-        )
-        mask = _mask(at, end, depths, state.dtype).repeat(many, 1, 1, 1)
-        for row, skipped in enumerate(cache.skipped[b] for cache in cached for b in live):
-            mask[row, ..., skipped.start : min(skipped.stop, end)] = float("-inf")
+        end, width = int(at.max()) + 1, at.shape[1]
+        keys = [part[index, :, :end] for part in cache.keys]
+        values = [part[index, :, :end] for part in cache.values]
+        context = hidden_context(at, end, [cache.skipped[b] for b in live], own=True)
+        # A row of a later step attends to its own rows of the steps before.
+        others = ~torch.eye(width, dtype=torch.bool, device=state.device).expand(len(live), -1, -1)
+        hidden = self.feature(select_taps(state.features[index[:, None], at].flatten(0, 1), state.taps, self.taps))
 
-        def attention(near: Tensor, own: bool) -> Attention:
+        def attention(mask: Tensor, own: bool) -> Attention:
             def attended(place: int, residual: Tensor, pairs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
                 if own:
-                    added = pairs.unflatten(0, (-1, width)).transpose(1, 2)
-                    keys[place].append(added[:, : self.kv_heads])
-                    values[place].append(added[:, self.kv_heads :])
-                return residual, self._attend(query, keys[place], values[place], near)
+                    key, value = pairs.unflatten(0, (-1, width)).transpose(1, 2).chunk(2, 1)
+                    keys[place], values[place] = torch.cat((keys[place], key), 2), torch.cat((values[place], value), 2)
+                return residual, attend_all(query, keys[place], values[place], mask)
 
             return attended
 
-        vocabularies = torch.arange(many, device=state.device)[:, None] * self.stride
-        texts = [state.rows[b].ids for b in live]
-        capacity, outputs = state.capacity, []
+        texts, outputs = [state.rows[b].ids for b in live], []
         for k in range(depths):
             fed = [[ids[min(s + 1 + k, len(ids) - 1)] for s in part] for ids, part in zip(texts, slots, strict=True)]
-            tokens = (torch.tensor(fed, device=state.device).view(-1) + vocabularies).view(-1)
-            places = (at + k).clamp_max(capacity - 1).view(-1).repeat(many)
-            table = self._rope_for(capacity).rows(places, self.heads + self.kv_heads, self.kv_heads)
-            near = mask if self.window is None else _near(mask, (at + k).repeat(many, 1), end, self.window)
-            hidden = self._through(self._project(tokens, hidden, table), table, attention(near, own=k > 0))
+            tokens = torch.tensor(fed, device=state.device).view(-1)
+            places = (at + k).clamp_max(state.capacity - 1).view(-1)
+            table = self._rope_for(state.capacity).rows(places, self.heads + self.kv_heads, self.kv_heads)
+            far = torch.arange(end, device=state.device) <= (at + k - (self.window or state.capacity))[..., None]
+            mask = additive(torch.cat((context | far, others.repeat(1, 1, k)), -1)[:, None], state.dtype)
+            hidden = self._through(self._project(tokens, hidden, table), table, attention(mask, own=k > 0))
             outputs.append(hidden.unflatten(0, (-1, width))[:, depths - 1 - k : width - k])
-        logits = self.logits(torch.stack(outputs, 1).flatten(0, 2)).view(
-            many, len(live), depths, width + 1 - depths, -1
-        )
-        found = []
-        for kind, rows in zip(kinds, logits, strict=True):
-            of = dict(zip(live, rows, strict=True))
-            parts = [of.get(b, rows[0])[:, : len(span)] for b, span in enumerate(spans)]
-            found.append([Score(s, part, **kind) for s, part in zip(spans, parts, strict=True)])
-        return found
+        logits = self.logits(torch.stack(outputs, 1).flatten(0, 2)).view(len(live), depths, width + 1 - depths, -1)
+        found = dict(zip(live, logits, strict=True))
+        return [Score(span, found[b][:, : len(span)] if span else None, **kind) for b, span in enumerate(spans)]
 
     def _ready(self, state: DecodeState, asked: list[int] | None = None) -> FeatureMemory:
         """Return the memory, up to the last committed token, with all slots from `asked` on filled."""
@@ -204,34 +182,6 @@ class FeatureDrafter(FeatureLayer, TreeDrafter):
         if asked is not None:
             self.fill_skipped(state, asked)
         return self.current(state)
-
-    def _attend(self, query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor) -> Tensor:
-        """Attend from queries [B·R, Hq, D] to the cached slots and the rows of later steps. Returns [B·R, Hq·D]."""
-        batch, rows = mask.shape[0], mask.shape[2]
-        groups = self.heads // self.kv_heads
-        folded = query.view(batch, rows, self.kv_heads, groups, self.dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        key, value = torch.cat(keys, 2), torch.cat(values, 2)
-        seen = mask[..., : key.shape[2]].repeat(1, 1, groups, 1)
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=seen, scale=self.dim**-0.5)
-        return out.unflatten(2, (groups, rows)).permute(0, 3, 1, 2, 4).reshape(batch * rows, -1)
-
-
-def _mask(at: Tensor, span: int, depths: int, dtype: torch.dtype) -> Tensor:
-    """Mask [B, 1, R, span + (depths − 1)·R] for rows at slots `at` [B, R].
-
-    A row attends to the slots up to its own, and among the rows of later steps only to its own.
-    """
-    batch, rows = at.shape
-    hidden = torch.arange(span, device=at.device) > at[..., None]
-    others = ~torch.eye(rows, dtype=torch.bool, device=at.device).repeat(1, depths - 1).expand(batch, -1, -1)
-    mask = torch.cat((hidden, others), -1)[:, None]
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
-
-
-def _near(mask: Tensor, positions: Tensor, span: int, window: int) -> Tensor:
-    """Restrict `mask` [B, 1, R, ·]: rows at `positions` [B, R] see at most `window` of the cached positions."""
-    far = torch.arange(span, device=mask.device) <= (positions - window)[..., None]
-    return mask.masked_fill(F.pad(far, (0, mask.shape[-1] - span))[:, None], float("-inf"))
 
 
 class FeatureRounds(ReaderRounds):

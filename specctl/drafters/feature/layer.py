@@ -471,17 +471,6 @@ def select_taps(tapped: Tensor, kept: tuple[int, ...], taps: tuple[int, ...]) ->
     return torch.cat([parts[kept.index(tap)] for tap in taps], -1)
 
 
-def draft_start_slots(spans: list[range], depths: int) -> list[list[int]]:
-    """First slots [L][W] of the drafts that reach the positions of `spans` [L] in 1 to `depths` steps.
-
-    W is the longest span + depths − 1; shorter rows repeat their last slot. After a short prompt the deepest drafts
-    would begin before the text, so they use slot 0 instead.
-    """
-    width = max(map(len, spans)) + depths - 1
-    begun = [range(span.start - 1 - depths, span.stop - 2) for span in spans]
-    return [[max(min(part.start + i, part[-1]), 0) for i in range(width)] for part in begun]
-
-
 def last_slots(state: DecodeState, width: int, taps: tuple[int, ...]) -> tuple[Tensor, list[int]]:
     """Target features [B·width, F] of every sequence's last `width` slots, and the first of these slots.
 

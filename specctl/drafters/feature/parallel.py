@@ -15,8 +15,9 @@ from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.records import ChainRows, DraftTree, Score, first_chain
 from specctl.decoding.state import DecodeState
 from specctl.drafters.device_trees import DeviceTreeBuilder
-from specctl.drafters.feature.layer import FeatureReader, draft_start_slots
+from specctl.drafters.feature.layer import FeatureReader
 from specctl.drafters.feature.rounds import ReaderRounds
+from specctl.drafters.feature.scoring import draft_start_slots
 from specctl.drafters.tree import TreeBuilder, TreeDrafter, TreeShape, WorthLevel
 
 
@@ -146,31 +147,6 @@ class ParallelDrafter(FeatureReader, TreeDrafter):
             )
         found = dict(zip(live, torch.stack(rows, 1), strict=True))
         return [Score(span, found[b][:, : len(span)] if span else None, **kind) for b, span in enumerate(spans)]
-
-
-def hidden_context(at: Tensor, span: int, skipped: list[range], own: bool) -> Tensor:
-    """Mask [L, W, span], True for the slots that a block beginning at slot `at` [L, W] must not attend to.
-
-    These are the slots after its own, its own unless `own`, and the skipped ones.
-    """
-    slots = torch.arange(span, device=at.device)
-    hidden = slots > at[..., None] if own else slots >= at[..., None]
-    for row, gone in enumerate(skipped):
-        hidden[row, :, gone.start : gone.stop] = True
-    return hidden
-
-
-def block_mask(context: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bias [L, 1, W·S, span + W·S] added to scores.
-
-    Rows do not attend to context slots that are True in `context` [L, W, S, span]. Row s of a block attends to the rows
-    of its own block that are True in `inside` [S, S].
-    """
-    many, width = context.shape[:2]
-    blocks = torch.eye(width, dtype=torch.bool, device=context.device)
-    others = ~torch.kron(blocks, inside).expand(many, -1, -1)
-    mask = torch.cat((context.flatten(1, 2), others), -1)[:, None]
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
 class ParallelRounds(ReaderRounds):

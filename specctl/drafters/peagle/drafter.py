@@ -18,7 +18,8 @@ from specctl.drafters.family import HeadFamily
 from specctl.drafters.feature.fusion import FusedInput, fusion_shape
 from specctl.drafters.feature.head import DraftHead, mask_token
 from specctl.drafters.feature.layer import FeatureMemory, RowRange, last_slots, select_taps
-from specctl.drafters.feature.parallel import ParallelDrafter, block_mask, hidden_context
+from specctl.drafters.feature.parallel import ParallelDrafter
+from specctl.drafters.feature.scoring import attend_all, block_mask, hidden_context
 from specctl.drafters.peagle.head import PEagleConfig, PEagleHead
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DrafterRecipe, TrainRecipe
@@ -134,13 +135,10 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         )
 
         def attended(place: int, residual: Tensor, pairs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-            own, query = (x.unflatten(0, (many, -1)).transpose(1, 2) for x in (pairs, query))
+            own = pairs.unflatten(0, (many, -1)).transpose(1, 2)
             keys = torch.cat((cache.keys[place][index, :, :end], own[:, : self.kv_heads]), 2)
             values = torch.cat((cache.values[place][index, :, :end], own[:, self.kv_heads :]), 2)
-            out = F.scaled_dot_product_attention(
-                query, keys, values, attn_mask=mask, scale=self.dim**-0.5, enable_gqa=True
-            )
-            return residual, out.transpose(1, 2).flatten(0, 1).flatten(1)
+            return residual, attend_all(query, keys, values, mask)
 
         entered = self._project(tokens.flatten(), self.feature(features.flatten(0, 2)), table)
         return self.norm(self._through(entered, table, attended)).view(many, width, depths, -1)
