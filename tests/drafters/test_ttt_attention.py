@@ -15,7 +15,7 @@ LAYOUTS = {
 }
 
 
-def reference(query, key, value, own_keys, own_values, layout):
+def reference(query, key, value, pairs, layout):
     """`scaled_dot_product_attention` over [step-0 keys | own keys] with a mask, one document at a time."""
     outputs = []
     for (k0, k1), (q0, q1) in zip(layout.slots, layout.rows, strict=True):
@@ -23,13 +23,13 @@ def reference(query, key, value, own_keys, own_values, layout):
         distance = at.unsqueeze(1) + layout.ahead - torch.arange(k1 - k0, device=query.device)
         visible = (distance >= layout.ahead) & (distance < (layout.window or k1 + layout.ahead + 1))
         own = torch.eye(q1 - q0, dtype=torch.bool, device=query.device)
-        keys = torch.cat((key[k0:k1], *(own[q0:q1] for own in own_keys))).transpose(0, 1)
-        values = torch.cat((value[k0:k1], *(own[q0:q1] for own in own_values))).transpose(0, 1)
+        keys = torch.cat((key[k0:k1], *(own[q0:q1] for own, _ in pairs))).transpose(0, 1)
+        values = torch.cat((value[k0:k1], *(own[q0:q1] for _, own in pairs))).transpose(0, 1)
         out = torch.nn.functional.scaled_dot_product_attention(
             query[q0:q1].transpose(0, 1).unsqueeze(0),
             keys.unsqueeze(0),
             values.unsqueeze(0),
-            attn_mask=torch.cat((visible, *[own] * len(own_keys)), -1),
+            attn_mask=torch.cat((visible, *[own] * len(pairs)), -1),
             enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(out[0].transpose(0, 1))
@@ -53,11 +53,11 @@ def test_merged_attention_equals_masked_attention(monkeypatch, heads, kv_heads, 
 
     query, key, value = leaf(9, heads), leaf(31, kv_heads), leaf(31, kv_heads)
     own_keys, own_values = [leaf(9, kv_heads) for _ in range(steps)], [leaf(9, kv_heads) for _ in range(steps)]
-    leaves = [query, key, value, *own_keys, *own_values]
+    leaves, own = [query, key, value, *own_keys, *own_values], [*zip(own_keys, own_values, strict=True)]
     weight = torch.randn(9, heads, 16)
     results = []
     for function in (attention, reference):
-        out = function(query, key, value, own_keys, own_values, layout)
+        out = function(query, key, value, own, layout)
         results.append((out, *torch.autograd.grad((out * weight).sum(), leaves)))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
@@ -72,7 +72,7 @@ def largest(function, length, largest_tensor):
     leaves = [torch.randn(rows, 1, 4, requires_grad=True) for rows in (length // 2, length, length, length // 2)]
     query, key, value, own = leaves
     with largest_tensor() as seen:
-        function(query, key, value, [own], [own], layout).sum().backward()
+        function(query, key, value, [(own, own)], layout).sum().backward()
     return seen.elements
 
 
@@ -90,7 +90,7 @@ def test_key_gradients_of_a_cut_document_are_summed_in_fp32(monkeypatch):
     layout = Layout([(0, 1)], [(0, rows)], [0] * rows)
     query, key = torch.zeros(rows, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 8, dtype=torch.bfloat16)
     value = torch.zeros(1, 1, 8, dtype=torch.bfloat16, requires_grad=True)
-    attention(query, key, value, [], [], layout).sum().backward()
+    attention(query, key, value, [], layout).sum().backward()
     assert value.grad.float().mean() == pytest.approx(rows, rel=0.01)
 
 
@@ -98,7 +98,7 @@ def test_every_index_is_on_the_device():
     """Uses the `meta` device, which like a GPU refuses to mix with the CPU."""
     layout = Layout([(0, 7), (7, 12)], [(0, 3), (3, 8)], [4, 5, 6, 0, 1, 2, 3, 4], "meta")
     query, key, value, own = (torch.randn(n, 2, 4, device="meta", requires_grad=True) for n in (8, 12, 12, 8))
-    out = attention(query, key, value, [own], [own], layout)
+    out = attention(query, key, value, [(own, own)], layout)
     out.sum().backward()
     assert key.grad.device.type == "meta"
     (block,) = layout.blocks

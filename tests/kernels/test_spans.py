@@ -143,7 +143,7 @@ def test_heads_train_with_each_backend(backend, blocks, window, monkeypatch):
             own = torch.stack([x.unflatten(0, (-1, 3)) for x in own])
             out = block_attention(query.unflatten(0, (-1, 3)), key, value, own, spans).flatten(0, 1)
         else:
-            out = attention(query, key, value, own[:1], own[1:], spans)
+            out = attention(query, key, value, [tuple(own)], spans)
         return [out, *torch.autograd.grad((out * weight).sum(), leaves)]
 
     low = trained(torch.bfloat16)

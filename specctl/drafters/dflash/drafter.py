@@ -124,9 +124,10 @@ class BlockDrafter(ParallelDrafter):
         rope = cache.rope or self._rope_for(cache.capacity)
         table = rope.at(plan, self.kv_heads, self.kv_heads)
         pairs = self.pairs(self.hidden_norm(self.feature(tapped))).view(len(tapped), self.layers, -1, self.dim)
-        for layer, part in enumerate(self.passes):
-            keys, values = pairs[:, layer, : self.kv_heads], pairs[:, layer, self.kv_heads :]
-            cache.write(layer, Rope.rotate(torch.cat((part.key_norms(keys), values), 1), table), plan)
+        for place, layer in enumerate(self.passes):
+            assert layer.k_norm is not None
+            keys, values = pairs[:, place].chunk(2, 1)
+            cache.write(place, Rope.rotate(torch.cat((layer.k_norm(keys.float()), values), 1), table), plan)
 
     def transitions(self, anchors: Tensor, states: Tensor, logits: Tensor, children: int) -> Transitions:
         """Likeliest tokens of each level, rescored after every previous candidate by the Markov head or selector."""

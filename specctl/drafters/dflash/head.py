@@ -34,9 +34,8 @@ from specctl.drafters.dflash.config import BlockConfig
 from specctl.drafters.feature.head import (
     DraftHead,
     HeadAttention,
-    HeadConfig,
-    HeadLayer,
     Losses,
+    NormedLayer,
     SlotBatch,
     copy_vocabulary_head,
     pass_through,
@@ -44,15 +43,6 @@ from specctl.drafters.feature.head import (
 from specctl.drafters.feature.ttt_attention import Layout, block_attention
 from specctl.drafters.lora import Product
 from specctl.kernels.distill import linear_distill
-
-
-class BlockAttention(HeadAttention):
-    """Attention with norms on each head's queries and keys, as in Qwen3."""
-
-    def __init__(self, config: HeadConfig):
-        super().__init__(config, config.hidden_size)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
 
 
 class GroupedConv(nn.Module):
@@ -89,42 +79,28 @@ def convolve(x: Tensor, kernel: Tensor) -> Tensor:
     return out
 
 
-class BlockLayer(HeadLayer):
+class BlockLayer(NormedLayer):
     """Decoder layer over blocks and their context."""
 
-    self_attn: BlockAttention
-    config: BlockConfig
-
     def __init__(self, config: BlockConfig):
-        super().__init__(config, config.hidden_size)
-        self.self_attn = BlockAttention(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        super().__init__(config, HeadAttention(config, config.hidden_size, normed=True))
         convolved = config.conv_kernel_size > 0
         self.attention_conv = GroupedConv(config) if convolved else None
         self.mlp_conv = GroupedConv(config) if convolved else None
 
     def forward(self, x: Tensor, context: Tensor, positions: Tensor, places: Tensor, layout: Layout) -> Tensor:
         """Output [n, S, H] for x [n, S, H] at `positions` [n, S], and the context [M, H] at `places` [M]."""
-        attention, inputs = self.self_attn, self.input_layernorm(x)
+        inputs = self.input_layernorm(x)
         kernel = None if self.attention_conv is None else self.attention_conv(inputs)
         inputs = _convolve_input(inputs, kernel)
-        key, value = self._pairs(context, places)
-        own = torch.stack(self._pairs(inputs.flatten(0, 1), positions.flatten()))
-        query = attention.q_proj(inputs).flatten(0, 1).unflatten(-1, (-1, self.config.head_dim))
-        query = self.rope(attention.q_norm(query.float()).to(own.dtype), positions.flatten())
-        blocks = x.shape[:2]
-        out = block_attention(query.unflatten(0, blocks), key, value, own.unflatten(1, blocks), layout)
-        x = x + _convolve_output(attention.o_proj(out.flatten(2)), kernel)
+        key, value = self.key_and_value(context, places)
+        rows, at, blocks = inputs.flatten(0, 1), positions.flatten(), x.shape[:2]
+        own = torch.stack(self.key_and_value(rows, at)).unflatten(1, blocks)
+        out = block_attention(self.query(rows, at).unflatten(0, blocks), key, value, own, layout)
+        x = x + _convolve_output(self.self_attn.o_proj(out.flatten(2)), kernel)
         inputs = self.post_attention_layernorm(x)
         kernel = None if self.mlp_conv is None else self.mlp_conv(inputs)
         return x + _convolve_output(self.mlp(_convolve_input(inputs, kernel)), kernel)
-
-    def _pairs(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed and rotated keys, and values, each [N, Hkv, D], for inputs [N, H]."""
-        attention, shape = self.self_attn, (-1, self.config.num_kv_heads, self.config.head_dim)
-        value = attention.v_proj(inputs).view(shape)
-        key = attention.k_norm(attention.k_proj(inputs).view(shape).float()).to(value.dtype)
-        return self.rope(key, positions), value
 
 
 def _convolve_input(x: Tensor, kernel: Tensor | None) -> Tensor:

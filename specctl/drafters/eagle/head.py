@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.decoding.target import Target
-from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, SlotBatch, pass_through
-from specctl.drafters.feature.ttt_attention import attention as ttt_attention
+from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, SlotBatch, layer_pass, pass_through
 
 NOISE = 0.2  # noise is uniform in ±NOISE/2, scaled by 512 / length (at most 1)
 CLASSIFICATION = 0.1  # weight of the distillation loss; the regression loss has weight 1
@@ -47,10 +46,9 @@ class EagleHead(DraftHead):
             scale = (NOISE * 512 / lengths).clamp_max(NOISE).repeat_interleave(lengths)
             features = features + (torch.rand_like(features) - 0.5) * scale.unsqueeze(1)
         x = self.fc(torch.cat((F.embedding(batch.key_tokens, embedding).float(), features), -1)).float()
-        key, value = layer.key_and_value(x, batch.key_positions)
+        pair = layer.key_and_value(x, batch.key_positions)
         x = x[batch.query_rows]
-        query = layer.query(x, batch.key_positions[batch.query_rows])
-        predicted = layer.layer_output(x, ttt_attention(query, key, value, [], [], batch.layout))
+        predicted = layer_pass(layer, (x, x), batch.key_positions[batch.query_rows], pair, [], batch.layout)
         rows = torch.arange(len(predicted), device=predicted.device)
         teacher = self.teacher(batch, target_head)
         # Leave out the logit cap of the target: it would not change the order of the tokens.

@@ -28,9 +28,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from specctl.drafters.feature.fusion import Flag, FusionConfig, FusionHead
-from specctl.drafters.feature.head import HeadLayer, OwnPairs, SlotBatch, StepRows
-from specctl.drafters.feature.ttt_attention import Layout
-from specctl.drafters.feature.ttt_attention import attention as ttt_attention
+from specctl.drafters.feature.head import OwnPairs, SlotBatch, StepRows, layer_pass
 from specctl.drafters.lora import as_single_product
 
 
@@ -57,7 +55,7 @@ class Eagle3Head(FusionHead):
         """
         x = self.feature(batch.features)
         embedded = self.midlayer.input_layernorm(F.embedding(batch.key_tokens, embedding).float())
-        run = partial(checkpoint, _layer, use_reentrant=False) if self.gradient_checkpointing else _layer
+        run = partial(checkpoint, layer_pass, use_reentrant=False) if self.gradient_checkpointing else layer_pass
         layers, pairs, layout = self.all_layers, OwnPairs(), self.within_window(batch.layout, 0)
         for place, layer in enumerate(layers):
             entered = self._enter(place, x, embedded)
@@ -100,20 +98,5 @@ class Eagle3Head(FusionHead):
             entered = self._enter(place, x, at.tokens(embedded))
             if at.k:
                 own = [*own, layer.key_and_value(entered[1], at.positions)]
-            x = _layer(layer, entered, at.positions, pairs[place], own[place :: len(layers)], layout)
+            x = layer_pass(layer, entered, at.positions, pairs[place], own[place :: len(layers)], layout)
         return self.norm(x).float() if self.config.norm_output else x, own
-
-
-def _layer(
-    layer: HeadLayer,
-    entered: tuple[Tensor, Tensor],
-    positions: Tensor,
-    pair: tuple[Tensor, Tensor],
-    own: OwnPairs,
-    layout: Layout,
-) -> Tensor:
-    """Output [n, H] of a layer for n rows, which attend to the step-0 `pair` of keys and values and to their `own`."""
-    residual, inputs = entered
-    query = layer.query(inputs, positions)
-    out = ttt_attention(query, *pair, [key for key, _ in own], [value for _, value in own], layout)
-    return layer.layer_output(residual, out)

@@ -21,7 +21,7 @@ from specctl.drafters.blueprint import (
     config_error,
     read,
 )
-from specctl.drafters.feature.ttt_attention import Layout
+from specctl.drafters.feature.ttt_attention import Layout, attention
 from specctl.drafters.lora import Product
 from specctl.errors import UsageError
 from specctl.kernels.distill import Squash, Teacher, linear_distill
@@ -177,11 +177,16 @@ class SlotBatch:
 
 
 class HeadAttention(nn.Module):
-    """Projections of grouped-query attention over inputs of `width`; `bias` applies to queries, keys and values."""
+    """Projections of grouped-query attention over inputs of `width`.
 
-    def __init__(self, config: HeadConfig, width: int, bias: bool = False):
+    `bias` applies to queries, keys and values. With `normed`, queries and keys have norms over each head, as in Qwen3.
+    """
+
+    def __init__(self, config: HeadConfig, width: int, *, bias: bool = False, normed: bool = False):
         super().__init__()
         dim = config.head_dim
+        self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps) if normed else None
+        self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps) if normed else None
         self.q_proj = nn.Linear(width, config.num_heads * dim, bias=bias)
         self.k_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
         self.v_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
@@ -200,10 +205,7 @@ class HeadMLP(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """Decoder layer without the norm before its attention, because families differ there.
-
-    `attention` replaces the default `HeadAttention`, for families with more projections.
-    """
+    """Decoder layer without the norm before its attention, because families differ there."""
 
     inv_freq: Tensor
 
@@ -225,13 +227,17 @@ class HeadLayer(nn.Module):
 
     def key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values, each [n, Hkv, D], for inputs [n, ·] of the projections."""
-        attention, shape = self.self_attn, (-1, self.config.num_kv_heads, self.config.head_dim)
-        return self.rope(attention.k_proj(inputs).view(shape), positions), attention.v_proj(inputs).view(shape)
+        attention = self.self_attn
+        value = attention.v_proj(inputs).unflatten(-1, (-1, self.config.head_dim))
+        return self._rotated(attention.k_proj(inputs), attention.k_norm, positions), value
 
     def query(self, inputs: Tensor, positions: Tensor) -> Tensor:
         """Rotated queries [n, Hq, D] for inputs [n, ·] of the projections."""
-        shape = (-1, self.config.num_heads, self.config.head_dim)
-        return self.rope(self.self_attn.q_proj(inputs).view(shape), positions)
+        return self._rotated(self.self_attn.q_proj(inputs), self.self_attn.q_norm, positions)
+
+    def _rotated(self, projected: Tensor, norm: nn.RMSNorm | None, positions: Tensor) -> Tensor:
+        x = projected.unflatten(-1, (-1, self.config.head_dim))
+        return self.rope(x if norm is None else norm(x.float()), positions).to(x.dtype)
 
     def layer_output(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Output [N, H] of the layer, from its residual stream and the attention output [N, Hq, D]."""
@@ -242,8 +248,8 @@ class HeadLayer(nn.Module):
 class NormedLayer(HeadLayer):
     """Decoder layer of Llama, with a norm before its attention."""
 
-    def __init__(self, config: HeadConfig):
-        super().__init__(config, config.hidden_size)
+    def __init__(self, config: HeadConfig, attention: HeadAttention | None = None):
+        super().__init__(config, config.hidden_size, attention)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -272,6 +278,22 @@ OwnPairs = list[tuple[Tensor, Tensor]]
 """Keys and values of the rows at steps 1, 2, … ."""
 Step = Callable[[StepRows, Tensor, OwnPairs], tuple[Tensor, OwnPairs]]
 """One step: (rows, input [n, H], pairs of earlier steps) → (output [n, H], pairs including this step's)."""
+
+
+def layer_pass(
+    layer: HeadLayer,
+    entered: tuple[Tensor, Tensor],
+    positions: Tensor,
+    pair: tuple[Tensor, Tensor],
+    own: OwnPairs,
+    layout: Layout,
+) -> Tensor:
+    """Output [n, H] of a layer for n rows, which attend to the step-0 `pair` of keys and values and to their `own`.
+
+    `entered`: the rows' residual stream [n, H] and the input [n, ·] of their projections.
+    """
+    residual, inputs = entered
+    return layer.layer_output(residual, attention(layer.query(inputs, positions), *pair, own, layout))
 
 
 class Losses(NamedTuple):

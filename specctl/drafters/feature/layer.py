@@ -37,6 +37,9 @@ rows or of those that are needed."""
 class HeadWeights:
     """Copies of a module's weights, fused and packed like the target's; LoRA adapters can update them."""
 
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+
     def __init__(self, module: nn.Module, target: Target):
         self.device, self.dtype = target.device, target.dtype
         self._names = {id(part): name for name, part in module.named_modules()}  # by id: no reference to the module
@@ -55,13 +58,25 @@ class HeadWeights:
         return product
 
     def take_layer(self, layer: HeadLayer) -> None:
-        """Copy the projections and the second norm of a decoder layer."""
+        """Copy the projections and the norms of a decoder layer, except for the norm before the attention."""
         attention, mlp = layer.self_attn, layer.mlp
+        self.shape_of_layer = shape_of(layer)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            self.q_norm, self.k_norm = self.rms_norm(attention.q_norm), self.rms_norm(attention.k_norm)
         self.qkv = self.linear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o = self.linear(attention.o_proj)
         self.gate_up = self.linear(mlp.gate_proj, mlp.up_proj)
         self.down = self.linear(mlp.down_proj)
         self.post_norm = self.rms_norm(layer.post_attention_layernorm)
+
+    def rotated(self, inputs: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        """Queries, keys and values [N, Hq + 2·Hkv, D] for inputs [N, ·] of the projections, normed and rotated."""
+        _, _, heads, kv_heads, dim, _ = self.shape_of_layer
+        qkv = self.qkv(inputs).view(len(inputs), -1, dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+            qkv = torch.cat((self.q_norm(q.float()), self.k_norm(k.float()), v), 1)
+        return Rope.rotate(qkv, table)
 
     def vocabulary_head(self, target: Target) -> tuple[DraftLinear, float]:
         """Target's vocabulary head as a product, and the scale of its inputs.
@@ -236,14 +251,12 @@ class UpperLayer(HeadWeights):
 
     def __init__(self, head: DraftHead, layer: NormedLayer, target: Target):
         super().__init__(head, target)
-        self.shape_of_layer = shape_of(layer)
         self.take_layer(layer)
         self.input_norm = self.rms_norm(layer.input_layernorm)
 
     def project(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Entered:
         """Map rows [N, H] of the previous layer's output to what the layer's attention reads."""
-        _, _, heads, kv_heads, dim, _ = self.shape_of_layer
-        qkv = Rope.rotate(self.qkv(self.input_norm(x)).view(len(x), heads + 2 * kv_heads, dim), table)
+        qkv, heads = self.rotated(self.input_norm(x), table), self.shape_of_layer.heads
         return x, qkv[:, heads:], qkv[:, :heads]
 
 
@@ -261,13 +274,10 @@ class FeatureLayer(FeatureReader):
     upper: Sequence[UpperLayer] = ()
     window: int | None = None
     output_norm: RMSNorm | None = None
-    q_norm: RMSNorm | None = None
-    k_norm: RMSNorm | None = None
 
     def __init__(self, head: DraftHead, layer: HeadLayer, target: Target):
         super().__init__(head, layer.config, layer.inv_freq, target)
         self.take_layer(layer)
-        self.shape_of_layer = shape_of(layer)
         self._native: tuple[object, NativeStep | None] | None = None
 
     @abstractmethod
@@ -402,7 +412,7 @@ class FeatureLayer(FeatureReader):
     def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> Entered:
         """Map rows of tokens [N] and features [N, H] to what the first layer's attention reads."""
         residual, inputs = self.layer_input(tokens, features)
-        qkv = Rope.rotate(self.qkv(inputs).view(len(tokens), self.heads + 2 * self.kv_heads, self.dim), table)
+        qkv = self.rotated(inputs, table)
         return residual, qkv[:, self.heads :], qkv[:, : self.heads]
 
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:

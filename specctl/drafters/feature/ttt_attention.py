@@ -205,21 +205,20 @@ def _places(sizes: list[int], width: int) -> Tensor:
     return (torch.arange(width) < torch.tensor(sizes).unsqueeze(1)).view(-1).nonzero().squeeze(1)
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, own_keys: list[Tensor], own_values: list[Tensor], layout: Layout
-) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor, Tensor]], layout: Layout) -> Tensor:
     """Attention of the training-time test at step k.
 
     Args:
         query: [N, H, D].
         key, value: [M, Hkv, D] keys and values of step 0.
-        own_keys, own_values: k tensors [N, Hkv, D] each, the rows' keys and values of steps 1 … k.
+        own: the rows' keys and values of steps 1 … k, [N, Hkv, D] each.
 
     Returns:
         [N, H, D] in the dtype of `query`.
     """
-    own = torch.stack([*own_keys, *own_values]) if own_keys else query.new_zeros(0, query.shape[0], *key.shape[1:])
-    return _Merged.apply(query, key, value, own, layout)[0]
+    steps = [key for key, _ in own] + [value for _, value in own]
+    pairs = torch.stack(steps) if own else query.new_zeros(0, query.shape[0], *key.shape[1:])
+    return _Merged.apply(query, key, value, pairs, layout)[0]
 
 
 def block_attention(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> Tensor:

@@ -18,8 +18,14 @@ from torch import Tensor, nn
 
 from specctl.decoding.target import Target
 from specctl.drafters.depth.head import DepthHeads, HeadsConfig, ResBlock
-from specctl.drafters.feature.head import HeadConfig, NormedLayer, SlotBatch, copy_vocabulary_head, pass_through
-from specctl.drafters.feature.ttt_attention import attention as ttt_attention
+from specctl.drafters.feature.head import (
+    HeadConfig,
+    NormedLayer,
+    SlotBatch,
+    copy_vocabulary_head,
+    layer_pass,
+    pass_through,
+)
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,11 @@ class HydraHeads(DepthHeads):
         """Prefix states p [N, H] of the response slots; the other slots are keys and values only."""
         layer, rows = self.prefix_embeding_layer.layer, batch.query_rows
         x = batch.features.float()
-        inputs = layer.input_layernorm(x)
-        key, value = layer.key_and_value(inputs, batch.key_positions)
-        query = layer.query(inputs[rows], batch.key_positions[rows])
-        out = layer.layer_output(x[rows], ttt_attention(query, key, value, [], [], batch.layout))
-        return self.prefix_embeding_layer.norm(out)
+        inputs, at = layer.input_layernorm(x), batch.key_positions
+        pair = layer.key_and_value(inputs, at)
+        return self.prefix_embeding_layer.norm(
+            layer_pass(layer, (x[rows], inputs[rows]), at[rows], pair, [], batch.layout)
+        )
 
     def hidden(self, k: int, inputs: Tensor) -> Tensor:
         mlp: Any = self.hydra_mlp[k]

@@ -1,7 +1,6 @@
 """Drafter of family `mtp`: the target's own MTP layer, applied recursively (FastMTP, arXiv 2509.18362)."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +28,10 @@ class MtpDrafter(FeatureDrafter):
 
     def __init__(self, head: MtpHead, target: Target, shape: TreeShape):
         super().__init__(head, head.layer, target, shape)
-        attention: Any = head.layer.self_attn
         self.ignores_first_token = head.config.ignores_first_token
         self.token_norm, self.hidden_norm = self.rms_norm(head.token_norm), self.rms_norm(head.hidden_norm)
         self.input_norm, self.output_norm = self.rms_norm(head.layer.input_layernorm), self.rms_norm(head.norm)
         self.fc = self.linear(head.fc)
-        if head.config.qk_norm:
-            self.q_norm, self.k_norm = self.rms_norm(attention.q_norm), self.rms_norm(attention.k_norm)
         unnorm = head.inverse_norm_weight
         self.unnorm = None if unnorm is None else unnorm.to(self.device)
         self.head, self.scale = self.vocabulary_head(target)
@@ -56,15 +52,7 @@ class MtpDrafter(FeatureDrafter):
     def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> Entered:
         if self.ignores_first_token:
             tokens = tokens.masked_fill(Rope.at_start(table), UNSEEN)
-        residual, inputs = self.layer_input(tokens, features)
-        heads, kv = self.heads, self.kv_heads
-        qkv = self.qkv(inputs).view(len(tokens), heads + 2 * kv, self.dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = qkv.split((heads, kv, kv), 1)
-            normed = [norm(part.float().flatten(0, 1)) for norm, part in ((self.q_norm, q), (self.k_norm, k))]
-            qkv = torch.cat((*(part.view(len(tokens), -1, self.dim) for part in normed), v), 1)
-        qkv = Rope.rotate(qkv, table)
-        return residual, qkv[:, heads:], qkv[:, :heads]
+        return super()._project(tokens, features, table)
 
     def to_head(self, hidden: Tensor) -> Tensor:
         return (hidden * self.scale).to(self.dtype)

@@ -16,15 +16,23 @@ because RMSNorm(h_i) is invariant to scale.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from specctl.drafters.feature.head import DraftHead, HeadAttention, HeadConfig, HeadLayer, OwnPairs, SlotBatch, StepRows
-from specctl.drafters.feature.ttt_attention import attention as ttt_attention
+from specctl.drafters.feature.head import (
+    DraftHead,
+    HeadAttention,
+    HeadConfig,
+    NormedLayer,
+    OwnPairs,
+    SlotBatch,
+    StepRows,
+    layer_pass,
+)
 
 Flag = Annotated[bool, Field(strict=True)]
 
@@ -51,37 +59,6 @@ class MtpConfig(HeadConfig):
         return self.layout == "mimo"
 
 
-class MtpAttention(HeadAttention):
-    q_norm: nn.RMSNorm | None
-    k_norm: nn.RMSNorm | None
-
-    def __init__(self, config: MtpConfig):
-        super().__init__(config, config.hidden_size, config.qkv_bias)
-        dim, eps = config.head_dim, config.rms_norm_eps
-        self.q_norm = nn.RMSNorm(dim, eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(dim, eps) if config.qk_norm else None
-
-
-class MtpLayer(HeadLayer):
-    def __init__(self, config: MtpConfig):
-        super().__init__(config, config.hidden_size, MtpAttention(config))
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def heads(self, x: Tensor, positions: Tensor, projection: nn.Module, norm: nn.RMSNorm | None) -> Tensor:
-        """Normed and rotated queries or keys [n, heads, D] for layer inputs [n, H]."""
-        split = projection(x).view(len(x), -1, self.config.head_dim)
-        return self.rope(split if norm is None else norm(split.float()), positions)
-
-    def key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        attention = cast(MtpAttention, self.self_attn)
-        value = attention.v_proj(inputs).view(len(inputs), -1, self.config.head_dim)
-        return self.heads(inputs, positions, attention.k_proj, attention.k_norm).to(value.dtype), value
-
-    def query(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        attention = cast(MtpAttention, self.self_attn)
-        return self.heads(inputs, positions, attention.q_proj, attention.q_norm)
-
-
 class MtpHead(DraftHead):
     """MTP module. Parameters have our own names; `layouts` maps the targets' names. `fc` reads the embedding first."""
 
@@ -95,7 +72,7 @@ class MtpHead(DraftHead):
         self.token_norm = nn.RMSNorm(size, eps)
         self.hidden_norm = nn.RMSNorm(size, eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
-        self.layer = MtpLayer(config)
+        self.layer = NormedLayer(config, HeadAttention(config, size, bias=config.qkv_bias, normed=config.qk_norm))
         self.norm = nn.RMSNorm(size, eps)
         self.register_buffer("target_norm", None if config.normed_features else torch.ones(size))
 
@@ -121,8 +98,8 @@ class MtpHead(DraftHead):
         if (unnorm := self.inverse_norm_weight) is not None:
             hidden = hidden * unnorm
         entered = self._enter(embedded, hidden)
-        key, value = layer.key_and_value(layer.input_layernorm(entered), batch.key_positions)
-        outputs, asked = self.unroll(batch, entered, partial(self._step, embedded, key, value))
+        pair = layer.key_and_value(layer.input_layernorm(entered), batch.key_positions)
+        outputs, asked = self.unroll(batch, entered, partial(self._step, embedded, pair))
         x = torch.cat(outputs) * self.squash.scale  # a logit cap would not change the order of tokens
         product = x, target_head, self.squash.shift
         losses = self.distill_losses(product, asked, range(self.steps), batch, self.teacher(batch, target_head))
@@ -133,7 +110,7 @@ class MtpHead(DraftHead):
         return self.fc(torch.cat((embedded, self.hidden_norm(hidden)), -1)).float()
 
     def _step(
-        self, embedded: Tensor, key: Tensor, value: Tensor, at: StepRows, x: Tensor, own: OwnPairs
+        self, embedded: Tensor, pair: tuple[Tensor, Tensor], at: StepRows, x: Tensor, own: OwnPairs
     ) -> tuple[Tensor, OwnPairs]:
         """Run the layer on rows x [n, H]. Returns the output after the norm, which the next step reads."""
         layer = self.layer
@@ -142,6 +119,4 @@ class MtpHead(DraftHead):
         inputs = layer.input_layernorm(x)
         if at.k:
             own = [*own, layer.key_and_value(inputs, at.positions)]
-        query = layer.query(inputs, at.positions).to(value.dtype)
-        out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], at.layout)
-        return self.norm(layer.layer_output(x, out)).float(), own
+        return self.norm(layer_pass(layer, (x, inputs), at.positions, pair, own, at.layout)).float(), own

@@ -155,9 +155,8 @@ def _layer(layer: HeadLayer, residual: Tensor, inputs: Tensor, rollouts: Rollout
         kept = torch.cat((rollouts.trained_rows, torch.arange(len(keys[0]), len(inputs), device=inputs.device)))
         residual, inputs, positions = residual[kept], inputs[kept], positions[kept]
     parts = rollouts.split(layer.query(inputs, positions))
-    seen = [attention(parts[0], keys[0], values[0], [], [], layout)]
+    seen = [attention(parts[0], keys[0], values[0], [], layout)]
     for depth, before in enumerate(rollouts.before, 1):
-        own_keys = [key[rows] for key, rows in zip(keys[1:], before, strict=False)]
-        own_values = [value[rows] for value, rows in zip(values[1:], before, strict=False)]
-        seen.append(attention(parts[depth], keys[0], values[0], own_keys, own_values, rollouts.layouts[depth]))
+        own = [(key[rows], value[rows]) for key, value, rows in zip(keys[1:], values[1:], before, strict=False)]
+        seen.append(attention(parts[depth], keys[0], values[0], own, rollouts.layouts[depth]))
     return layer.layer_output(residual, torch.cat(seen))
