@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -125,13 +125,6 @@ class FeatureMemory:
     @property
     def nbytes(self) -> int:
         return self.cache.nbytes + self.hidden.nbytes
-
-
-class RowRange(NamedTuple):
-    """Rows of each sequence of a batch: `rows` rows from `first[b]` on."""
-
-    first: list[int]
-    rows: int = 1
 
 
 class FeatureReader(HeadWeights, ABC):
@@ -311,7 +304,7 @@ class FeatureLayer(FeatureReader):
         step = self._step(cache, plan)
         if step is not None:
             return self._computed(step, tokens, features, cache, plan, last)
-        rope, only = table(), None if last is None else RowRange(last)
+        rope, only = table(), None if last is None else self._part(cache, plan, last)
         return self._through(self._project(tokens.reshape(-1), features, rope), rope, self._cached(cache, plan, only))
 
     def _through(self, entered: Entered, table: tuple[Tensor, Tensor], attended: Attention) -> Tensor:
@@ -356,32 +349,34 @@ class FeatureLayer(FeatureReader):
         """Tokens [B, T] of a plan's rows in the form that `layer_input` reads."""
         return tokens
 
-    def _cached(self, cache: KVCache, plan: Plan, only: RowRange | None = None) -> Attention:
+    def _cached(self, cache: KVCache, plan: Plan, only: tuple[Tensor, Plan] | None = None) -> Attention:
         """Attention that writes the keys and values of each layer to the cache, and attends to it.
 
-        With `only`, the other rows of the last layer are not computed.
+        With `only`, the other rows of the last layer are not computed: indices of its rows, and their plan.
         """
-        batch, store = len(plan.positions), cache.store
-
-        def masked(plan: Plan) -> Plan:
-            return plan.with_window(self.window, store.dtype).without_slots(cache.skipped, store.dtype)
-
-        every = masked(plan) if only is None or self.layers > 1 else plan
+        batch, every = len(plan.positions), self._masked(cache, plan)
 
         def attended(place: int, residual: Tensor, pairs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
             cache.write(place, pairs, plan)
-            seen, rows = every, len(query) // batch
+            seen = every
             if only is not None and place + 1 == self.layers:
-                last, tail = only
-                if rows > tail:
-                    kept = torch.tensor([b * rows + row + i for b, row in enumerate(last) for i in range(tail)])
-                    query, residual = query[kept.to(query.device)], residual[kept.to(query.device)]
-                rows = tail
-                starts = [start + row for start, row in zip(plan.base, last, strict=True)]
-                seen = masked(plan_rows(starts, tail, device=store.device, dtype=store.dtype))
-            return residual, attend(query.unflatten(0, (batch, rows)), cache, place, seen, self.dim**-0.5)
+                kept, seen = only
+                query, residual = query[kept], residual[kept]
+            return residual, attend(query.unflatten(0, (batch, -1)), cache, place, seen, self.dim**-0.5)
 
         return attended
+
+    def _masked(self, cache: KVCache, plan: Plan) -> Plan:
+        dtype = cache.store.dtype
+        return plan.with_window(self.window, dtype).without_slots(cache.skipped, dtype)
+
+    def _part(self, cache: KVCache, plan: Plan, first: list[int], count: int = 1) -> tuple[Tensor, Plan]:
+        """Indices of `count` rows of each sequence from row first[b] on, among all rows of a plan, and their plan."""
+        rows, store = plan.positions.shape[1], cache.store
+        kept = torch.tensor([b * rows + row + i for b, row in enumerate(first) for i in range(count)])
+        starts = [start + row for start, row in zip(plan.base, first, strict=True)]
+        part = plan_rows(starts, count, device=store.device, dtype=store.dtype)
+        return kept.to(store.device), self._masked(cache, part)
 
     def read_at(self, new: CommittedSlots, cache: KVCache, span: int) -> Tensor:
         features = self.feature(select_taps(new.tapped.flatten(0, 1), new.taps, self.taps))
@@ -397,17 +392,10 @@ class FeatureLayer(FeatureReader):
         batch, rows = tokens.shape
         rope = cache.rope or self._rope_for(cache.capacity)
         table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
-        windowed = plan.with_window(self.window, cache.store.dtype)
-
-        def attended(place: int, residual: Tensor, pairs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-            cache.write(place, pairs, plan)
-            seen, count = windowed, rows
-            if last is not None and place + 1 == self.layers:
-                kept = torch.arange(batch, device=last.device) * rows + last
-                query, residual, seen, count = query[kept], residual[kept], windowed.row(last), 1
-            return residual, attend(query.unflatten(0, (batch, count)), cache, place, seen, self.dim**-0.5)
-
-        return self._through(self._project(tokens.flatten(), features, table), table, attended)
+        only = None
+        if last is not None:
+            only = torch.arange(batch, device=last.device) * rows + last, self._masked(cache, plan.row(last))
+        return self._through(self._project(tokens.flatten(), features, table), table, self._cached(cache, plan, only))
 
     def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> Entered:
         """Map rows of tokens [N] and features [N, H] to what the first layer's attention reads."""

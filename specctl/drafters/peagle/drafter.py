@@ -17,7 +17,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.family import HeadFamily
 from specctl.drafters.feature.fusion import FusedInput, fusion_shape
 from specctl.drafters.feature.head import DraftHead, mask_token
-from specctl.drafters.feature.layer import FeatureMemory, RowRange, last_slots, select_taps
+from specctl.drafters.feature.layer import FeatureMemory, last_slots, select_taps
 from specctl.drafters.feature.parallel import ParallelDrafter
 from specctl.drafters.feature.scoring import attend_all, block_mask, hidden_context
 from specctl.drafters.peagle.head import PEagleConfig, PEagleHead
@@ -108,7 +108,7 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         """
         rope = cache.rope or self._rope_for(cache.capacity)
         table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
-        only = None if last is None else RowRange(last, self.depths)
+        only = None if last is None else self._part(cache, plan, last, self.depths)
         entered = self._project(tokens.flatten(), features, table)
         return self._through(entered, table, self._cached(cache, plan, only))
 
