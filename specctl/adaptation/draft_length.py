@@ -7,7 +7,7 @@ from specctl.decoding.protocols import Controller, Drafter, Proposer
 from specctl.decoding.records import DraftTree, RoundResult, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import synchronise
-from specctl.drafters.tree import Shaped, TreeDrafter
+from specctl.drafters.tree import TreeDrafter
 from specctl.recipe import DraftingRecipe
 
 DEFAULT_MAX_LENGTH = 15  # K of a drafter without a shape
@@ -57,7 +57,7 @@ class AutoLength(Controller):
     def use(self, drafter: Drafter) -> None:
         """Draft with this drafter from now on; it has new weights, not another family."""
         self.drafter, self.taps, self._shaped = drafter, drafter.taps, {}
-        self.longest = drafter.shape.depth if isinstance(drafter, Shaped) else DEFAULT_MAX_LENGTH
+        self.longest = drafter.shape.depth if hasattr(drafter, "shape") else DEFAULT_MAX_LENGTH
 
     _shaped: dict[int, Drafter]
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
-from torch import Tensor
 
 from specctl.decoding.protocols import BaseDrafter, Drafter
-from specctl.decoding.records import PADDING, ChainRows, DraftTree, empty_draft, first_chain
+from specctl.decoding.records import PADDING, ChainRows, DraftTree, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.recipe import DraftingRecipe
 
@@ -31,21 +30,6 @@ class ProposedTree(NamedTuple):
     tokens: list[int]
     parents: list[int]
     probabilities: list[float]
-
-
-class DraftShape(Protocol):
-    """Shape of a drafter's drafts: `depth` is the longest path."""
-
-    @property
-    def depth(self) -> int: ...
-
-
-@runtime_checkable
-class Shaped(Protocol):
-    """Drafter with a shape of its drafts."""
-
-    @property
-    def shape(self) -> DraftShape: ...
 
 
 @runtime_checkable
@@ -280,24 +264,3 @@ def best(
         links += [PADDING] * (width - len(links))
         row += [0] * (width - len(row))
     return DraftTree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), chain=False, q=q)
-
-
-def chain_rows(growing: list[TreeBuilder], rows: list[Tensor], ids: Tensor | None) -> ChainRows:
-    """Collect the draft logits from which the first chain of every sequence was chosen.
-
-    Args:
-        rows: draft logits of each expansion: [B, Vd] for the first, which expands the roots, then [B·width, Vd].
-        ids: [Vd] target token id of every draft token.
-    """
-    return ChainRows(rows, ids, [_chain_places(tree, b, rows) for b, tree in enumerate(growing)])
-
-
-def _chain_places(tree: TreeBuilder, b: int, rows: list[Tensor]) -> list[int]:
-    """Index in each of `rows` from which the first chain of sequence b was chosen, up to its last expanded node."""
-    places = [b]
-    for node, later in zip(first_chain(tree.parents), rows[1:], strict=False):
-        if node not in tree.expanded:
-            break
-        width = len(later) // len(rows[0])
-        places.append(b * width + tree.expanded[node] % width)
-    return places

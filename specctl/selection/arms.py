@@ -15,7 +15,7 @@ from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.weighed import WeighedText, unweighed
 from specctl.drafters.names import labels
 from specctl.drafters.text.lookup import DEPTH
-from specctl.drafters.tree import DepthLimited, Shaped, TreeDrafter
+from specctl.drafters.tree import DepthLimited, TreeDrafter
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import TEXT_DRAFTERS
 from specctl.recipe import DraftingRecipe, PoolRecipe, SelectRecipe, ServeRecipe
@@ -148,7 +148,7 @@ def longest_draft(drafter: Drafter) -> int:
         return max(longest_draft(drafter.head), drafter.longest)
     if isinstance(drafter, WeighedText):
         return drafter.longest
-    if isinstance(drafter, Shaped):
+    if hasattr(drafter, "shape"):
         return drafter.shape.depth
     if isinstance(drafter, DepthLimited):
         return drafter.depth or max(DEPTH.values())

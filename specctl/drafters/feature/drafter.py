@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from specctl import kernels
 from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.models.linear import DraftLinear
 from specctl.decoding.plan import Plan, plan_at, plan_rows
-from specctl.decoding.records import ChainRows, DraftTree, Score
+from specctl.decoding.records import ChainRows, DraftTree, Score, first_chain
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.device_trees import DeviceTreeBuilder
@@ -21,7 +22,7 @@ from specctl.drafters.feature.head import DraftHead, HeadLayer
 from specctl.drafters.feature.layer import Attention, FeatureLayer, FeatureMemory, select_taps
 from specctl.drafters.feature.rounds import ReaderRounds
 from specctl.drafters.feature.scoring import additive, attend_all, draft_start_slots, hidden_context
-from specctl.drafters.tree import TreeBuilder, TreeDrafter, TreeShape, WorthLevel, chain_rows
+from specctl.drafters.tree import TreeBuilder, TreeDrafter, TreeShape, WorthLevel
 from specctl.kernels.native import NativeProduct
 
 
@@ -101,7 +102,13 @@ class FeatureDrafter(FeatureLayer, TreeDrafter):
                 for place, node in enumerate(frontier):
                     tree.expanded[node] = step * width + place
                     tree.add(node, gain[place], [self._to_target[i] for i in token[place]])
-        return growing, chain_rows(growing, asked, self.ids)
+        # The logits of a level are those of the first chain's node that was expanded for it, if there is one.
+        chains = [takewhile(tree.expanded.__contains__, first_chain(tree.parents)) for tree in growing]
+        rows_of = [
+            [b, *(b * width + tree.expanded[node] % width for node in chain)]
+            for b, (tree, chain) in enumerate(zip(growing, chains, strict=True))
+        ]
+        return growing, ChainRows(asked, self.ids, rows_of)
 
     def _plan(
         self,
