@@ -194,7 +194,7 @@ def server_recipe(recipe: ServeRecipe, drafter: str, server: ServerRecipe, learn
     """The recipe of `learn-from-server` for servers with one drafter; `learners` share the buffer's memory."""
     learn = recipe.learn
     return LearnFromServerRecipe(
-        **shared_keys(recipe, pool.learnable_part(drafter), learners),
+        **shared_keys(recipe, next(iter(pool.learnable_parts([drafter]))), learners),
         server=server,
         traffic=TrafficRecipe(listen=recipe.listen, max_log_mb=learn.max_log_mb),
         publication=learn.publication,

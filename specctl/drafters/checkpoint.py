@@ -4,7 +4,7 @@ config.json         family, architecture, identity of the target
 model.safetensors   weights (no other weight format is ever opened)
 drafter.json        domain, data fingerprint, recipe hash, measured mat per domain, license
 README.md           model card
-adapter_*           of a LoRA adapter: the same weights for peft (`peft_files`)
+adapter_*           of a LoRA adapter: the same weights for peft, which applies them to the base drafter's module
 manifest.json       size and sha256 of every other file, written last
 """
 
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from specctl import progress, regular_files
 from specctl.decoding.target_text import TargetText
-from specctl.drafters import peft_files
 from specctl.drafters.card import adapters_of, model_card
 from specctl.errors import CheckpointError, SpecctlError, UsageError, brief
 from specctl.runs import atomic_write, make_dir, sha256, to_json
@@ -73,13 +72,26 @@ def save(
         write_tensors(draft / WEIGHTS, own)
         sync(draft / WEIGHTS)
         if "lora" in config:
-            write_tensors(draft / peft_files.WEIGHTS, peft_files.weights(own), {"format": "pt"})
-            atomic_write(draft / peft_files.SETTINGS, to_json(peft_files.settings(config, own), indent=2) + "\n")
+            named = {f"base_model.model.{name}": tensor for name, tensor in own.items()}  # peft's names
+            write_tensors(draft / "adapter_model.safetensors", named, {"format": "pt"})
+            atomic_write(draft / "adapter_config.json", to_json(_peft_settings(config["lora"], own), indent=2) + "\n")
         atomic_write(draft / CONFIG, to_json(config, indent=2) + "\n")
         atomic_write(draft / INFO, to_json(info, indent=2) + "\n")
         atomic_write(draft / CARD, card if card is not None else model_card(place.name, config, info))
         atomic_write(draft / MANIFEST, to_json({"format": FORMAT, "files": digests(draft)}, indent=2) + "\n")
     return place
+
+
+def _peft_settings(lora: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Content of adapter_config.json for the section `lora` of config.json and the adapter's weights."""
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": (lora.get("base") or {}).get("path"),
+        "r": lora["rank"],
+        "lora_alpha": lora["alpha"],
+        "target_modules": sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors}),
+        "inference_mode": True,
+    }
 
 
 @contextmanager

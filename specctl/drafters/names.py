@@ -22,11 +22,7 @@ SAMPLED = "a hybrid cannot sample its proposals", "set drafting.proposal to anot
 
 def parts_of(path_or_name: str) -> list[str]:
     """Split a name into its drafters: two for a hybrid `a+b`, one if a directory has exactly that name."""
-    if (
-        path_or_name in WEIGHTLESS_DRAFTERS
-        or os.path.lexists(Path(path_or_name).expanduser())
-        or "+" not in path_or_name
-    ):
+    if _is_there(path_or_name) or "+" not in path_or_name:
         return [path_or_name]
     first, _, second = path_or_name.rpartition("+")
     # A path may itself contain a plus, as in drafters/sql-eagle3+stores/sql+math.

@@ -110,15 +110,9 @@ def rescored(name: str, head: Drafter, text: Drafter) -> Rescored:
     return Rescored(head, text.corpus)
 
 
-def learnable_part(path_or_name: str) -> Path:
-    """Return the directory of the weights that can learn: the drafter, or the head of a hybrid. UsageError if there are
-    none."""
-    return next(iter(learnable_parts([path_or_name])))
-
-
 def learnable_parts(paths: Iterable[str]) -> dict[Path, list[str]]:
-    """Return the directories of the weights that can learn, and the drafters that draft with them. Drafters without
-    such weights are left out. UsageError if there are no such weights at all."""
+    """Return the directories of the weights that can learn, and the drafters that draft with them: each drafter, or the
+    head of a hybrid. Drafters without such weights are left out. UsageError if there are no such weights at all."""
     found: dict[Path, list[str]] = {}
     given = list(paths)
     for path in given:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +74,7 @@ class MedusaRounds(PlainRounds):
 
 
 # In the published `medusa_lm_head`, head K is a `Sequential` of its block, `K.0`, and its vocabulary matrix, `K.1`.
-PLACES = {"blocks": "0", "lm_head": "1"}
+PARTS = "blocks", "lm_head"
 
 
 class MedusaFamily(DepthFamily):
@@ -81,23 +83,12 @@ class MedusaFamily(DepthFamily):
     head, config, drafter, layers = MedusaHeads, HeadsConfig, MedusaDrafter, 1
 
     def stored_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {_published(name): tensor for name, tensor in state.items()}
+        rename = partial(re.sub, rf"^({'|'.join(PARTS)})\.(\d+)\.", lambda name: f"{name[2]}.{PARTS.index(name[1])}.")
+        return {rename(name): tensor for name, tensor in state.items()}
 
     def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> DraftHead:
-        return super().restore(config, {_ours(name): tensor for name, tensor in tensors.items()})
+        rename = partial(re.sub, r"^(\d+)\.([01])\.", lambda name: f"{PARTS[int(name[2])]}.{name[1]}.")
+        return super().restore(config, {rename(name): tensor for name, tensor in tensors.items()})
 
 
 FAMILY = MedusaFamily("medusa")
-
-
-def _published(name: str) -> str:
-    part, _, rest = name.partition(".")
-    head, _, leaf = rest.partition(".")
-    return f"{head}.{PLACES[part]}.{leaf}" if part in PLACES else name
-
-
-def _ours(name: str) -> str:
-    head, _, rest = name.partition(".")
-    place, _, leaf = rest.partition(".")
-    part = next((part for part, known in PLACES.items() if known == place), None)
-    return f"{part}.{head}.{leaf}" if part else name
