@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specctl.decoding.models.loading import builtin_path
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree
 from specctl.decoding.target import load_target
 from specctl.decoding.target_text import load_target_text
@@ -275,10 +276,8 @@ def scripted():
     return Script
 
 
-class Script:
+class Script(Drafter):
     """Drafts `depth` tokens of the text that is given for each prompt: the plain answer makes a perfect drafter."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], depth: int):
         self.answers, self.depth = answers, depth
@@ -289,9 +288,3 @@ class Script:
             answer = self.answers.get(tuple(row.ids[: row.prompt_length]), [])
             chains.append(answer[len(row.output) :][: min(self.depth, budget)])
         return DraftTree.from_chains(chains, state.device)
-
-    def advance(self, state):
-        pass
-
-    def invalidate(self, state):
-        pass

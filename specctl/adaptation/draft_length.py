@@ -34,7 +34,7 @@ def best_length(a: float, alpha: float, longest: int) -> int:
     return max(range(longest + 1), key=lambda k: (tokens_per_cost(a, k, alpha), -k))
 
 
-class AutoLength(Controller):
+class AutoLength(Controller, Proposer):
     """Controller that drafts with one drafter, at the depth that pays best at the moment.
 
     a is the running share of accepted draft tokens among the verified ones (accepted and rejected). α is the running

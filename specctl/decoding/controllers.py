@@ -32,7 +32,7 @@ class Fixed(Controller):
         """No-op: there is nothing to learn."""
 
 
-class PerSequence:
+class PerSequence(Proposer):
     """Proposer with a drafter per sequence of the batch: `drafters[b]`.
 
     Every drafter in use drafts for the whole batch. A forward of eight rows costs little more than one row, while

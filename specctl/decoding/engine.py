@@ -15,7 +15,7 @@ from specctl.decoding.device import graphs
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
 from specctl.decoding.host_runner import HostRunner, prefill
 from specctl.decoding.prefixes import Prefixes
-from specctl.decoding.protocols import Controller, OnDevice, OnPrefill, OnRound, Proposer
+from specctl.decoding.protocols import Controller, OnPrefill, OnRound, Proposer
 from specctl.decoding.records import Decoded, Event, Request, RoundResult, Sequence
 from specctl.decoding.row_budget import MAX_NODES, budget_for
 from specctl.decoding.state import DecodeState
@@ -233,8 +233,7 @@ class Engine:
             if self.device is None:
                 if isinstance(self.controller, Fixed):  # other controllers may choose a drafter that can
                     self._host_batch = self.state.batch
-                    kind = proposer.kind if isinstance(proposer, OnDevice) else ""
-                    self._ahead = not graphs.have_failed(self.state.device, kind)
+                    self._ahead = not graphs.have_failed(self.state.device, proposer.kind)
                 return False
         return self.device.play(proposer)
 

@@ -1,16 +1,15 @@
 """Plain decoding: the drafter that drafts nothing."""
 
 import torch
-from torch import Tensor
 
 from specctl.decoding.device.device_batch import DeviceBatch
-from specctl.decoding.protocols import BaseDrafter, DeviceDraft
+from specctl.decoding.protocols import DeviceDraft, Drafter
 from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.recipe import DraftingRecipe
 
 
-class NoDraft(BaseDrafter):
+class NoDraft(Drafter):
     """Plain decoding: the empty draft."""
 
     fixed_shape = True
@@ -26,31 +25,12 @@ class NoDraft(BaseDrafter):
         return PlainRounds()
 
 
-class PlainRounds:
+class PlainRounds(DeviceDraft):
     """Plain decoding in rounds on the device."""
-
-    depth, reach = 0, 1
-    reads_text, host_seconds = False, 0.0
-
-    def __init__(self) -> None:
-        self.carried: list[Tensor] = []
-
-    def load(self, state: DecodeState) -> None:
-        """No-op: there is no memory."""
-
-    def fits(self, state: DecodeState) -> bool:
-        """Always true: there is no memory."""
-        return True
 
     def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
         nothing = sequences.ids[:, :0]
         return DraftTree(nothing, nothing)
-
-    def advance(self, sequences: DeviceBatch, before: Tensor, span: int) -> None:
-        """No-op: there is no memory."""
-
-    def store(self, state: DecodeState) -> None:
-        """No-op: there is no memory."""
 
 
 PLAIN = NoDraft()

@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence as Many
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,8 +15,51 @@ OnRound = Callable[[DecodeState, RoundResult], None]
 OnPrefill = Callable[[DecodeState, list[int], Tensor], None]
 
 
+class DeviceDraft(ABC):
+    """A drafter's part in rounds that run entirely on the device (device/rounds.py), for the sequences of one batch. By
+    default it has no memory of the text.
+
+    Attributes:
+        depth: longest path in its drafts; 0 = plain decoding.
+        reach: cache slots after the committed text that its rows and the target's verification rows take.
+        carried: tensors that a round changes and the next one reads.
+        reads_text: the host drafts (part of) it in `load`, from the committed text. So `load` runs before every round,
+            and no round starts before the host has read the previous one.
+        host_seconds: time that the host took to draft in the last `load`.
+    """
+
+    depth: int = 0
+    reach: int = 1
+    carried: Many[Tensor] = ()
+    reads_text: bool = False
+    host_seconds: float = 0.0
+
+    def load(self, state: DecodeState) -> None:  # noqa: B027
+        """Catch up with the committed text, and take over the memory of it from the host."""
+
+    def fits(self, state: DecodeState) -> bool:
+        """Whether that memory is still at the addresses it had when it was first taken over."""
+        return True
+
+    @abstractmethod
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
+        """Draft with one shape for all rounds, with padding if a sequence has no room for it."""
+
+    def advance(self, sequences: DeviceBatch, before: Tensor, span: int) -> None:  # noqa: B027
+        """Consume the tokens committed after the first `before` [B] tokens."""
+
+    def store(self, state: DecodeState) -> None:  # noqa: B027
+        """Return the memory of the committed text to the host."""
+
+
 class Proposer(Protocol):
-    """Interface of anything that drafts for one round."""
+    """Base class of anything that drafts for one round. By default its rounds run on the host.
+
+    Attributes:
+        weighs_rows: it never proposes more nodes than their rows are worth, even in a batch.
+    """
+
+    weighs_rows: bool = False
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """Draft at most `budget` nodes per sequence, from the last committed token on."""
@@ -23,14 +67,22 @@ class Proposer(Protocol):
 
     def invalidate(self, state: DecodeState) -> None:
         """Forget cached keys and values, if there are any: weights have changed, or a draft has failed."""
-        ...
+        return
 
+    @property
+    def kind(self) -> str:
+        """Key under which graphs of its rounds are refused, with the batch size."""
+        return type(self).__name__
 
-@runtime_checkable
-class WeighsRows(Protocol):
-    """A proposer that limits the rows of a batch itself, if `weighs_rows` is set."""
+    @property
+    def fixed_shape(self) -> bool:
+        """Whether its drafts have one shape for any text. Otherwise the host decides in every round."""
+        return False
 
-    weighs_rows: bool
+    def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
+        """Its part in rounds on the device with at most `budget` nodes per sequence, or None if it has no fixed shape,
+        or its drafts or its model do not support this."""
+        return None
 
 
 class ReadsVerdicts(ABC):
@@ -44,17 +96,18 @@ class ReadsVerdicts(ABC):
 
 
 class Drafter(Proposer, Protocol):
-    """Interface of a model or an index that proposes tokens, and may stay idle while other drafters run.
+    """Base class of models and indexes that propose tokens, and may stay idle while other drafters run. By default a
+    drafter has no tokens to catch up with.
 
     `taps` are the target's hidden states it reads (indices into `transformers`' hidden_states; empty for independent
     drafters). State that belongs to a sequence being decoded lives in `state.memory[self]`, never in the drafter.
     """
 
-    taps: tuple[int, ...]
+    taps: tuple[int, ...] = ()
 
     def advance(self, state: DecodeState) -> None:
         """Consume the committed positions not seen yet (lazy: an idle drafter catches up in one call)."""
-        ...
+        return
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Proposals for the committed positions `spans[b]` of every live sequence b, at draft depths 1 .. `depths`.
@@ -67,73 +120,7 @@ class Drafter(Proposer, Protocol):
     def lag(self, state: DecodeState) -> list[int]:
         """The drafter's lag: for every sequence, the number of tokens that the next `advance` has to read. This is the
         cost of switching to the drafter."""
-        ...
-
-
-class DeviceDraft(Protocol):
-    """A drafter's part in rounds that run entirely on the device (device/rounds.py), for the sequences of one batch.
-
-    Attributes:
-        depth: longest path in its drafts; 0 = plain decoding.
-        reach: cache slots after the committed text that its rows and the target's verification rows take.
-        carried: tensors that a round changes and the next one reads.
-        reads_text: the host drafts (part of) it in `load`, from the committed text. So `load` runs before every round,
-            and no round starts before the host has read the previous one.
-        host_seconds: time that the host took to draft in the last `load`.
-    """
-
-    depth: int
-    reach: int
-    carried: list[Tensor]
-    reads_text: bool
-
-    @property
-    def host_seconds(self) -> float: ...
-
-    def load(self, state: DecodeState) -> None:
-        """Catch up with the committed text, and take over the memory of it from the host."""
-        ...
-
-    def fits(self, state: DecodeState) -> bool:
-        """Whether that memory is still at the addresses it had when it was first taken over."""
-        ...
-
-    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
-        """Draft with one shape for all rounds, with padding if a sequence has no room for it."""
-        ...
-
-    def advance(self, sequences: DeviceBatch, before: Tensor, span: int) -> None:
-        """Consume the tokens committed after the first `before` [B] tokens."""
-        ...
-
-    def store(self, state: DecodeState) -> None:
-        """Return the memory of the committed text to the host."""
-        ...
-
-
-@runtime_checkable
-class OnDevice(Protocol):
-    """A drafter that can draft entirely on the device.
-
-    Attributes:
-        fixed_shape: its drafts have one shape for any text; otherwise the host decides in every round.
-        kind: key under which graphs of this drafter's rounds are refused, with the batch size.
-    """
-
-    @property
-    def fixed_shape(self) -> bool: ...
-
-    @property
-    def kind(self) -> str: ...
-
-    def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
-        """The drafter's part in rounds with at most `budget` nodes per sequence, or None if its drafts or its model do
-        not support this."""
-        ...
-
-    def invalidate(self, state: DecodeState) -> None:
-        """Forget cached keys and values, as in `Proposer.invalidate`."""
-        ...
+        return [0] * state.batch
 
 
 class Controller(ABC):
@@ -169,29 +156,3 @@ class Controller(ABC):
 
     def end(self, text: Sequence) -> None:  # noqa: B027
         """Forget a sequence that has ended, for any reason. Its choices that were not observed were not played."""
-
-
-class BaseDrafter(Drafter):
-    """Base class of drafters. By default a drafter reads no hidden states and has no tokens to catch up with.
-
-    Attributes:
-        weighs_rows: the drafter never proposes more nodes than their rows are worth, even in a batch.
-    """
-
-    taps: tuple[int, ...] = ()
-    weighs_rows: bool = False
-
-    @property
-    def kind(self) -> str:
-        """Kind of the drafter's rounds on a device."""
-        return type(self).__name__
-
-    def advance(self, state: DecodeState) -> None:
-        """Do nothing: the drafter keeps no state."""
-
-    def lag(self, state: DecodeState) -> list[int]:
-        """Return zeros: catching up needs no forward pass."""
-        return [0] * state.batch
-
-    def invalidate(self, state: DecodeState) -> None:
-        """Do nothing: the drafter has no cache that depends on weights."""

@@ -1,6 +1,6 @@
 """Row budget of a target step: the number of nodes that a draft may have."""
 
-from specctl.decoding.protocols import Proposer, WeighsRows
+from specctl.decoding.protocols import Proposer
 from specctl.decoding.state import DecodeState
 from specctl.recipe.sections import MOST_NODES
 
@@ -15,7 +15,7 @@ SHARED_ROWS = {"cpu": 24, "cuda": 128}
 def budget_for(share: bool, state: DecodeState, proposer: Proposer) -> int:
     """Draft nodes per sequence for this proposer. A proposer with `weighs_rows` limits the rows of a batch itself, so
     it gets the full budget."""
-    return node_budget(state, share and not (isinstance(proposer, WeighsRows) and proposer.weighs_rows))
+    return node_budget(state, share and not proposer.weighs_rows)
 
 
 def node_budget(state: DecodeState, share: bool) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 
-from specctl.decoding.protocols import BaseDrafter, Drafter
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.recipe import DraftingRecipe
@@ -130,7 +130,7 @@ def shape_for(drafting: DraftingRecipe, default: TreeShape) -> TreeShape:
     return TreeShape(**{**vars(default), **given})
 
 
-class TreeDrafter(BaseDrafter):
+class TreeDrafter(Drafter):
     """Base class of drafters that draft dynamic trees.
 
     Attributes:

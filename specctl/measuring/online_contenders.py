@@ -22,7 +22,7 @@ from specctl.decoding.controllers import Fixed
 from specctl.decoding.device import rounds as device_rounds
 from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.plain import PLAIN
-from specctl.decoding.protocols import Controller, Drafter, OnDevice
+from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
 from specctl.drafters import pool
@@ -174,7 +174,7 @@ class OnlineContenders:
             return True
         learning = [learner.drafter for learner in self.learners.values() if isinstance(learner, OnlineDrafter)]
         drafters = [*self.fixed.values(), *self.untrained.values(), *learning]
-        return not all(isinstance(one, OnDevice) and one.fixed_shape for one in drafters)
+        return not all(one.fixed_shape for one in drafters)
 
     def contenders(self) -> list[Contender]:
         """All contenders: baselines, fixed drafters, learners."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from specctl import processes, progress
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.prompt_features import PromptClusters
-from specctl.decoding.protocols import DeviceDraft, Drafter, OnDevice, WeighsRows
+from specctl.decoding.protocols import DeviceDraft, Drafter, Proposer
 from specctl.decoding.records import DraftTree, empty_draft, topology
 from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import synchronise, work_clock
@@ -29,7 +29,7 @@ class TimedDraft:
     failed: bool
 
 
-class Arm:
+class Arm(Proposer):
     """An arm's drafter. If it raises, the round is decoded plainly: a broken drafter costs speed, never the text.
 
     Attributes:
@@ -55,7 +55,7 @@ class Arm:
     ):
         self.name, self.drafter, self.nodes = name, drafter, nodes
         self.scored = scored or drafter
-        self.weighs_rows = weighs_rows or (isinstance(drafter, WeighsRows) and drafter.weighs_rows)
+        self.weighs_rows = weighs_rows or drafter.weighs_rows
         self.trained_on = trained_on or PromptClusters.none()
         self.taps = drafter.taps
         self.failures = 0
@@ -111,17 +111,17 @@ class Arm:
     @property
     def kind(self) -> str:
         """Kind of its rounds on a device, which is its drafter's."""
-        return self.drafter.kind if isinstance(self.drafter, OnDevice) else type(self.drafter).__name__
+        return self.drafter.kind
 
     @property
     def fixed_shape(self) -> bool:
         """Whether the drafter can usually draft on a device."""
-        return isinstance(self.drafter, OnDevice) and self.drafter.fixed_shape
+        return self.drafter.fixed_shape
 
     def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
         """The drafter's part of rounds on the device, or None if its rounds run on the host."""
         self.budget = budget
-        return self.drafter.on_device(state, self._node_budget(budget)) if isinstance(self.drafter, OnDevice) else None
+        return self.drafter.on_device(state, self._node_budget(budget))
 
     def invalidate(self, state: DecodeState) -> None:
         """Clear the drafter's memory of the texts."""
@@ -144,7 +144,7 @@ class Arm:
         self.drafter.invalidate(state)  # its memory may be half written
 
 
-class DraftAll:
+class DraftAll(Proposer):
     """All drafters draft and everything is verified (`draft-all`, MetaSD table 5): the union of their trees.
 
     If the union is too large, its deepest nodes are left out.

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from specctl.decoding.protocols import BaseDrafter
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request, empty_draft
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import load_target
@@ -53,7 +53,7 @@ class Text(NamedTuple):
     texts: list[ProposedTree]
 
 
-class Recorder(BaseDrafter):
+class Recorder(Drafter):
     """A drafter that drafts nothing and records the proposals of the parts of a hybrid."""
 
     def __init__(self, hybrid: Hybrid):
@@ -83,7 +83,7 @@ def depths(tree: ProposedTree) -> list[int]:
     return found
 
 
-class Played(BaseDrafter):
+class Played(Drafter):
     """A part of a hybrid that proposes the tree recorded for the text's length."""
 
     taps = ()

@@ -12,6 +12,7 @@ from specctl.decoding import attention
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.layers import attend
 from specctl.decoding.plan import plan_at, plan_rows
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.errors import UsageError
@@ -116,10 +117,8 @@ def test_prompts_and_very_large_trees_do_not_use_the_kernel(kernel):
     assert host([7], 65, visible=torch.ones(1, 65, 65).tril().bool(), depth=torch.arange(65)[None]).mask is not None
 
 
-class Guess:
+class Guess(Drafter):
     """Drafts chains or trees that contain some right tokens of known answers."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, answers, chain):
         self.answers, self.chain = answers, chain
@@ -136,12 +135,6 @@ class Guess:
                 tokens = [token for pair in zip([11] * len(right), right, strict=True) for token in pair]
                 drafts.append((tokens, [2 * (n // 2) - 1 if n > 1 else -1 for n in range(len(tokens))]))
         return DraftTree.from_trees(drafts, state.device)
-
-    def advance(self, state):
-        pass
-
-    def invalidate(self, state):
-        pass
 
 
 @pytest.fixture

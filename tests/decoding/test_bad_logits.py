@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
@@ -27,10 +28,8 @@ class Poisoned:
         return logits
 
 
-class Guess:
+class Guess(Drafter):
     """Drafts one token."""
-
-    taps: tuple[int, ...] = ()
 
     def propose(self, state, budget):
         return DraftTree.from_chains([[5]] * state.batch, torch.device("cpu"))

@@ -9,6 +9,7 @@ import torch
 
 from specctl import threads
 from specctl.decoding import engine, offline, row_budget
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY
 from specctl.errors import Interrupted
@@ -16,10 +17,8 @@ from specctl.progress import interrupts
 from tests.toys.decoding import decode, engine_for, requests, stream
 
 
-class Room:
+class Room(Drafter):
     """Drafts nothing and records its budgets by batch size."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self):
         self.seen = {}

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import topology
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import pool
@@ -162,7 +163,7 @@ def test_draft_depth_is_limited_by_the_room_of_each_text(target, prompts, module
     )
     depths, new = [], [12, 3, 8]
 
-    class Asked:
+    class Asked(Drafter):
         taps = drafter.taps
 
         def propose(self, state, budget):
@@ -187,7 +188,7 @@ def test_features_past_the_end_of_a_row_are_not_read(target, prompts, module, fa
     drafter = pool.load_family(family[0]).make_drafter(module, target, DraftingRecipe())
     options = dict(sampling=GREEDY, max_new_tokens=6, seeds=[0] * 3)
 
-    class Late:
+    class Late(Drafter):
         taps = drafter.taps
 
         def propose(self, state, budget):

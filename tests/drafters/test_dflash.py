@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from specctl.decoding.catch_up import CatchUp
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import first_chain
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
@@ -263,7 +264,7 @@ def test_candidate_probabilities_are_the_softmax_of_the_draft_logits(target, mon
     head = block_head(target, vocab_size=300)
     drafter, seen = BlockDrafter(head, target, CHAIN), []
 
-    class Spy:
+    class Spy(Drafter):
         taps = drafter.taps
 
         def propose(self, state, budget):
@@ -317,7 +318,7 @@ def test_skipped_catch_up_tokens_are_not_attended(target, prompts):
     drafter = BlockDrafter(head, target, CHAIN)
     counted = []
 
-    class Late:
+    class Late(Drafter):
         taps = drafter.taps
 
         def propose(self, state, budget):

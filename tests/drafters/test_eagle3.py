@@ -6,6 +6,7 @@ import torch
 from specctl.decoding.models.linear import DraftLinear, Linear
 from specctl.decoding.models.loading import cpu_has_bf16
 from specctl.decoding.plan import plan_rows
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters.eagle3.drafter import FAMILY as eagle3
@@ -107,7 +108,7 @@ def forced(drafter, target, committed, following):
     """Return the logits of the drafting steps after `committed`, with the drafter fed the true `following` tokens."""
     taken = []
 
-    class Spy:
+    class Spy(Drafter):
         taps = drafter.taps
 
         def propose(self, state, budget):

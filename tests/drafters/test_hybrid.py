@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Score, topology
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
@@ -242,10 +243,8 @@ class TestSampledTexts:
         assert asked[1] < asked[0]
 
 
-class Claims:
+class Claims(Drafter):
     """A fake head that always proposes token 7 with probability 0.95, and counts its calls."""
-
-    taps = ()
 
     def __init__(self):
         self.asked = 0
@@ -260,15 +259,6 @@ class Claims:
             ProposedTree([7] * (n := min(depth, row.draft_room)), list(range(-1, n - 1)), [0.95] * n)
             for row in state.rows
         ]
-
-    def advance(self, state):
-        pass
-
-    def invalidate(self, state):
-        pass
-
-    def lag(self, state):
-        return [0] * state.batch
 
 
 def rounds_of(target, drafter, prompts, new=60):

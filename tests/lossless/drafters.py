@@ -8,15 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specctl.decoding.models.loading import builtin_path
-from specctl.decoding.protocols import Controller
+from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.records import PADDING, DraftTree
 from specctl.drafters.lm.drafter import FAMILY as lm
 
 
-class Scripted:
+class Scripted(Drafter):
     """Drafts `script(row, budget)` = (tokens, parents) for every sequence, including finished ones."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, script, chain=True, taps=()):
         self.script, self.chain, self.taps = script, chain, taps
@@ -32,12 +30,6 @@ class Scripted:
             torch.tensor(parents, dtype=torch.long).view(shape),
             chain=self.chain,
         )
-
-    def advance(self, state):
-        pass
-
-    def invalidate(self, state):
-        pass
 
 
 def chain_of(tokens):

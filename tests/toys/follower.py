@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 
 import torch
 
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree, Score
 from specctl.drafters.family import DrafterFamily
 
@@ -20,9 +21,7 @@ class Followers:
         """Every target fits."""
 
 
-class Follower:
-    taps: tuple[int, ...] = ()
-
+class Follower(Drafter):
     def __init__(self, after, depth):
         self.after, self.depth = after, depth
 
@@ -42,15 +41,6 @@ class Follower:
             tokens = torch.tensor([self.after[row.ids[at - 1]] for at in span], dtype=torch.long, device=state.device)
             found.append(Score(span, tokens=tokens.view(1, -1, 1), children=(1,) * self.depth))
         return found
-
-    def advance(self, state):
-        pass
-
-    def lag(self, state):
-        return [0] * state.batch
-
-    def invalidate(self, state):
-        pass
 
 
 class FollowerFamily(DrafterFamily):

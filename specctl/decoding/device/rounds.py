@@ -24,7 +24,7 @@ from specctl.decoding.device import graphs
 from specctl.decoding.device.device_batch import DeviceBatch, TargetOutput, ancestors, parse_record, widest_ends
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.plan import plan_at
-from specctl.decoding.protocols import DeviceDraft, OnDevice, Proposer
+from specctl.decoding.protocols import DeviceDraft, Proposer
 from specctl.decoding.records import PADDING, Counts, DraftTree, RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -67,7 +67,7 @@ def device_rounds(
     return rounds if rounds.supports(drafter) else None
 
 
-def shape_of(drafter: OnDevice, batch: int) -> graphs.Shape:
+def shape_of(drafter: Proposer, batch: int) -> graphs.Shape:
     """Shape of a drafter's rounds (kind, initial batch size), for which graphs may be refused on a device."""
     return drafter.kind, batch
 
@@ -135,25 +135,17 @@ class DeviceRounds:
         key = drafter, self.state.batch
         if key in self.tracks:
             return True
-        if not isinstance(drafter, OnDevice) or drafter in self.failed or key in self.refused:
+        if not drafter.fixed_shape or drafter in self.failed or key in self.refused:
             return False
-        if self._may_run(drafter):
+        capturable = not self.capture or graphs.may_capture(self.state.device, shape_of(drafter, self.batch))
+        if capturable and self._draft_of(drafter) is not None:
             return True
         self.refused.add(key)
         return False
 
-    def _may_run(self, drafter: Proposer) -> bool:
-        if not isinstance(drafter, OnDevice):
-            return False
-        if self.capture and not graphs.may_capture(self.state.device, shape_of(drafter, self.batch)):
-            return False
-        return self._draft_of(drafter) is not None
-
     def _draft_of(self, drafter: Proposer) -> DeviceDraft | None:
         """The drafter's device part for this batch, or None if there is none or it needs more than the spare slots
         after a text."""
-        if not isinstance(drafter, OnDevice):
-            return None
         draft = drafter.on_device(self.state, self.budget(self.state, drafter))
         return None if draft is None or draft.reach > self.state.spare else draft
 
@@ -343,7 +335,6 @@ class DeviceRounds:
         """Leave this drafter's rounds to the host. A failed round has changed only data after the committed text,
         except in the drafter's memory, which is rebuilt."""
         drafter = self.active_drafter
-        assert isinstance(drafter, OnDevice)
         self.in_sync = False
         self.failed.add(drafter)
         for key in [key for key in self.tracks if key[0] is drafter]:

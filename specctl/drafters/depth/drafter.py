@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.device.device_batch import DeviceBatch
-from specctl.decoding.protocols import BaseDrafter, DeviceDraft
+from specctl.decoding.protocols import DeviceDraft, Drafter
 from specctl.decoding.records import PADDING, DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -25,7 +25,7 @@ from specctl.recipe import DrafterRecipe
 DRAFT_HEADS = 4  # same number as Hydra's released heads; Medusa's have up to 5
 
 
-class DepthDrafter(HeadWeights, BaseDrafter):
+class DepthDrafter(HeadWeights, Drafter):
     """Base class of drafters that run `DepthHeads`.
 
     Attributes:

@@ -4,18 +4,17 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.device.device_batch import DeviceBatch
+from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.state import DecodeState
 from specctl.drafters.feature.layer import FeatureReader
 
 
-class ReaderRounds:
+class ReaderRounds(DeviceDraft):
     """Base class of device-side rounds with a `FeatureReader`: every round adds keys and values to the host's cache.
 
     Attributes:
         hidden: [B, size] state that the reader carries from one round to the next.
     """
-
-    reads_text, host_seconds = False, 0.0
 
     def __init__(self, reader: FeatureReader, state: DecodeState, depth: int, reach: int):
         """`depth`: longest path of a draft; `reach`: slots after the committed text that drafting needs."""

@@ -9,7 +9,7 @@ from specctl.decoding.state import DecodeState
 from specctl.drafters.text.device_rounds import union
 
 
-class HybridRounds:
+class HybridRounds(DeviceDraft):
     """Rounds in which the head drafts on the device, and the text drafter on the host before the round starts."""
 
     reads_text = True
@@ -20,13 +20,10 @@ class HybridRounds:
         self.reach = head.reach + text.reach - 1  # one root
         self.carried = [*head.carried, *text.carried]
 
-    @property
-    def host_seconds(self) -> float:
-        return self.text.host_seconds
-
     def load(self, state: DecodeState) -> None:
         self.head.load(state)
         self.text.load(state)
+        self.host_seconds = self.text.host_seconds
 
     def fits(self, state: DecodeState) -> bool:
         return self.head.fits(state) and self.text.fits(state)

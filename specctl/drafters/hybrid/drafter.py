@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from specctl.decoding.protocols import DeviceDraft, OnDevice
+from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.row_budget import node_budget
 from specctl.decoding.state import DecodeState
@@ -115,19 +115,18 @@ class Hybrid(WeighedText):
 
     @property
     def kind(self) -> str:
-        head = self.head.kind if isinstance(self.head, OnDevice) else type(self.head).__name__
-        return f"{head} with a text drafter"
+        return f"{self.head.kind} with a text drafter"
 
     @property
     def fixed_shape(self) -> bool:
         """Whether both drafters can draft in device rounds."""
-        return all(isinstance(part, OnDevice) and part.fixed_shape for part in (self.head, self.text))
+        return self.head.fixed_shape and self.text.fixed_shape
 
     def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
         """Device rounds in which both drafters always draft: with one shape for all rounds, there is no gate."""
         budget = min(budget, node_budget(state, share=True))
         nodes = max(min(DEVICE_TEXT_NODES, budget // 4), 1)
-        if not (self.fixed_shape and isinstance(self.head, OnDevice) and isinstance(self.text, OnDevice)):
+        if not self.fixed_shape:
             return None
         head, text = self.head.on_device(state, budget - nodes), self.text.on_device(state, nodes)
         return None if head is None or text is None else HybridRounds(head, text)

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from specctl.decoding.protocols import BaseDrafter, Drafter
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.drafters.text.text_tree import NextToken, TextIndex, TextTreeShape, grow
@@ -37,7 +37,7 @@ class IndependentHeads(Drafter, Protocol):
         ...
 
 
-class Rescored(BaseDrafter):
+class Rescored(Drafter):
     """Drafts the most probable paths of a head's lattice and the datastore `index`, as many nodes as the head's shape.
 
     In exact mode, and if nodes have one child, a draft is the chain of the best next tokens.

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specctl.decoding.protocols import BaseDrafter, DeviceDraft, Drafter, OnDevice
+from specctl.decoding.protocols import DeviceDraft, Drafter
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.candidates import Candidates
@@ -46,7 +46,7 @@ class TextProposal(NamedTuple):
         return [Gate.kind(sum(draft.joint[node] for node in nodes)) for draft, nodes in expected]
 
 
-class WeighedText(BaseDrafter):
+class WeighedText(Drafter):
     """Text drafter that drafts as many nodes as pay off.
 
     Attributes:
@@ -119,16 +119,16 @@ class WeighedText(BaseDrafter):
 
     @property
     def kind(self) -> str:
-        return self.text.kind if isinstance(self.text, OnDevice) else type(self.text).__name__
+        return self.text.kind
 
     @property
     def fixed_shape(self) -> bool:
         """Whether the text drafter can draft in device rounds."""
-        return isinstance(self.text, OnDevice) and self.text.fixed_shape
+        return self.text.fixed_shape
 
     def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
         """Device rounds of the text drafter. Their drafts have one size, so nothing is weighed."""
-        return self.text.on_device(state, budget) if isinstance(self.text, OnDevice) else None
+        return self.text.on_device(state, budget)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Children that the text drafter proposes without weighing. Its own drafts have one size, so that a weighed one

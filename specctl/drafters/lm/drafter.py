@@ -20,7 +20,7 @@ from specctl.decoding.models.hf import HFModel
 from specctl.decoding.models.lean import LeanModel, unsupported_reason
 from specctl.decoding.models.model import Model
 from specctl.decoding.plan import Plan, plan_at, plan_rows
-from specctl.decoding.protocols import BaseDrafter
+from specctl.decoding.protocols import DeviceDraft, Drafter
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score, empty_draft
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState, lagging_sequences
@@ -83,7 +83,7 @@ class _Memory:
         return found
 
 
-class LMDrafter(BaseDrafter):
+class LMDrafter(Drafter):
     """Runs an `LM` for drafting on the lean step, with a copy of its weights in the target's dtype."""
 
     def __init__(self, model: nn.Module, target: Target, shape: ChainShape):
@@ -334,13 +334,11 @@ class LMDrafter(BaseDrafter):
         return drawn, (score - row.lse).exp().tolist()
 
 
-class LMRounds:
+class LMRounds(DeviceDraft):
     """Device-side rounds of an `LMDrafter`: slot i of its cache holds token i.
 
     `following` [B, V] holds the logits after the last committed token.
     """
-
-    reads_text, host_seconds = False, 0.0
 
     def __init__(self, drafter: LMDrafter, state: DecodeState, budget: int):
         self.drafter, self.depth = drafter, min(drafter.shape.depth, budget)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.device.device_batch import DeviceBatch
-from specctl.decoding.plain import PlainRounds
+from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -60,11 +60,10 @@ class MedusaDrafter(DepthDrafter):
         return MedusaRounds(self, tree)
 
 
-class MedusaRounds(PlainRounds):
+class MedusaRounds(DeviceDraft):
     """Device-side rounds that draft a static tree from the target's last state, without memory between rounds."""
 
     def __init__(self, drafter: MedusaDrafter, tree: StaticTree):
-        super().__init__()
         self.drafter, self.tree = drafter, tree
         self.depth, self.reach = len(tree.levels), 1 + len(tree.paths)
 

@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.device.device_batch import DeviceBatch
-from specctl.decoding.plain import PlainRounds
-from specctl.decoding.protocols import Proposer
+from specctl.decoding.protocols import DeviceDraft, Proposer
 from specctl.decoding.records import PADDING, DraftTree
 from specctl.decoding.state import DecodeState
 
 
-class TextRounds(PlainRounds):
+class TextRounds(DeviceDraft):
     """Rounds in which the host drafts and the device verifies. The draft has no memory on the device.
 
     Attributes:
@@ -23,7 +22,6 @@ class TextRounds(PlainRounds):
 
     def __init__(self, drafter: Proposer, state: DecodeState, nodes: int, depth: int, *, chain: bool):
         """`depth`: longest path of a draft; `chain`: drafts never branch."""
-        super().__init__()
         self.drafter, self.nodes, self.chain = drafter, nodes, chain
         self.depth, self.reach = min(depth, nodes), nodes + 1
         self.draft = torch.zeros(2, state.batch, nodes, dtype=torch.long, device=state.device)

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from specctl.decoding.protocols import BaseDrafter, ReadsVerdicts
+from specctl.decoding.protocols import Drafter, ReadsVerdicts
 from specctl.decoding.records import DraftTree, Score, Verdict
 from specctl.decoding.state import DecodeState, PerText
 from specctl.recipe import DraftingRecipe
@@ -24,7 +24,7 @@ from specctl.recipe import DraftingRecipe
 LEVELS, COLUMNS, CANDIDATES = 4, 7, 7
 
 
-class LookaheadDrafter(BaseDrafter, ReadsVerdicts):
+class LookaheadDrafter(Drafter, ReadsVerdicts):
     """Drafts the window and at most `candidates` n-grams, of one sequence each.
 
     Half of the nodes of a step are for the window. It has fewer columns if they do not suffice. In exact mode a draft

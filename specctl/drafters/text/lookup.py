@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from specctl.decoding.protocols import BaseDrafter, DeviceDraft
+from specctl.decoding.protocols import DeviceDraft, Drafter
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.gate import TEXT_CALIBRATION
@@ -27,7 +27,7 @@ LONGEST, SHORTEST = 3, 1  # lengths of the n-grams that are looked up, longest f
 HITS = (0.0, 0.22, 0.41, 0.58, 0.62, 0.70, 0.78, 0.82, 0.85, 0.87, 0.87, 0.87, 0.88, 0.90, 0.92, 0.94, 0.95, 0.96, 0.97)
 
 
-class Lookup(BaseDrafter):
+class Lookup(Drafter):
     """Drafts a chain after the last occurrence of the text's last `LONGEST` to `SHORTEST` tokens.
 
     `depth` is the maximal chain length; the default depends on the device. `nodes` limits it further.

@@ -6,7 +6,7 @@ This is SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) on a suffix automa
 
 import torch
 
-from specctl.decoding.protocols import BaseDrafter, DeviceDraft
+from specctl.decoding.protocols import DeviceDraft, Drafter
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.gate import STORE_CALIBRATION, TEXT_CALIBRATION
@@ -30,7 +30,7 @@ DEPTH, CHILDREN = 16, 5
 MIN_PROBABILITY = 0.02  # minimal joint probability of a node that may pay off (`hybrid.weighed`)
 
 
-class Suffix(BaseDrafter):
+class Suffix(Drafter):
     """Drafts trees from each sequence's own text, and from `corpus` if one is given."""
 
     fixed_shape = True  # with padding

@@ -23,6 +23,7 @@ from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.prompt_features import features_of
+from specctl.decoding.protocols import Proposer
 from specctl.decoding.records import DraftTree, Request, empty_draft, topology
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
@@ -78,7 +79,7 @@ class Drafted:
         return len(text)
 
 
-class RecordingDrafter:
+class RecordingDrafter(Proposer):
     """A drafter that drafts nothing, and keeps the draft that each of `arms` would have made: `drafts[i][t]`."""
 
     def __init__(self, target: Target, arms: Sequence[Arm], depth: int):
