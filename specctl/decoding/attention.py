@@ -1,17 +1,12 @@
 """Choice of the attention implementation of a step: our kernel, which reads lengths and ancestors on the device, or
 PyTorch's, which reads a mask."""
 
-import functools
-import warnings
-
 import torch
 from torch import Tensor
 
 from specctl import kernels
 from specctl.environment import switch
-from specctl.kernels import self_check
-
-_refused: set[torch.device] = set()  # GPUs on which the kernels do not run on Triton
+from specctl.kernels.self_check import attention_mismatch, passes
 
 
 def by_kernel(device: torch.device | str) -> bool:
@@ -24,7 +19,7 @@ def by_kernel(device: torch.device | str) -> bool:
     if chosen := switch("SPECCTL_ATTENTION"):
         return chosen == "kernel"
     device = torch.device(device)
-    return device.type == "cuda" and kernels.backend("cuda") == "triton" and device not in _refused
+    return device.type == "cuda" and kernels.select_backend(device) == "triton"
 
 
 def served(q: Tensor, rows: Tensor) -> bool:
@@ -40,31 +35,12 @@ def serves(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
 
 def _answers(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
     # A kernel requested by name is not tried first: if it fails, the user sees the error.
-    return switch("SPECCTL_ATTENTION") == "kernel" or _tried(device, dtype, heads, kv_heads, dim)
+    if switch("SPECCTL_ATTENTION") == "kernel":
+        return True
+    return passes("attention on {} runs in PyTorch", attention_mismatch, device, dtype, (heads, kv_heads, dim), False)
 
 
-@functools.cache
-def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
-    """Try the kernel once for these heads. If it fails, warn once; models with these heads then use PyTorch's
-    attention. Other head shapes on this device keep the kernel."""
-    if (
-        device.type == "cuda" and kernels.select_backend(device) != "triton"
-    ):  # `kernels.select_backend` has already warned
-        _refused.add(device)
-        return False
-    reason = self_check.attention_mismatch(kernels.attention, device, dtype, (heads, kv_heads, dim))
-    if reason is not None:
-        warnings.warn(f"attention on {device} runs in PyTorch: {reason}", stacklevel=2)
-    return reason is None
-
-
-@functools.cache
 def serves_pages(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
-    """Whether the kernel reads pages as the reference does. It is tried once per model shape, with one warning if it
-    fails."""
-    if kernels.select_backend(device) != "triton":  # `kernels.select_backend` has already warned
-        return False
-    reason = self_check.attention_mismatch(kernels.attention, device, dtype, (heads, kv_heads, dim), paged=True)
-    if reason is not None:
-        warnings.warn(f"KV caches on {device} are contiguous, not paged: {reason}", stacklevel=2)
-    return reason is None
+    """Whether the kernel reads pages as the reference does, on a GPU with Triton."""
+    said = "KV caches on {} are contiguous, not paged"
+    return passes(said, attention_mismatch, device, dtype, (heads, kv_heads, dim), True)

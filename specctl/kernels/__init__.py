@@ -84,7 +84,8 @@ def checked_backend(name: str, device: torch.device) -> str:
     """`name`, or "reference" with a warning if that backend fails on `device`."""
     from . import self_check
 
-    reason = self_check.mismatch(_module(name), device)
+    with torch.autocast(device.type, enabled=False):  # training runs under it; it would round the reference
+        reason = self_check.mismatch(_module(name), device)
     if reason is None:
         return name
     warnings.warn(f"kernels on {device} run in plain PyTorch: {name}: {reason}", stacklevel=2)

@@ -4,13 +4,16 @@ This is for backends that compile their kernels. A machine may lack a C compiler
 code for its GPU.
 """
 
+import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from specctl import kernels
 
 from . import reference
 from .paging import PAGE
@@ -18,6 +21,7 @@ from .reference import Ancestry
 from .rows import Rows
 
 ROWS, VOCABULARY, DRAFTED = 6, 1000, 2
+Question = tuple[str, tuple[Any, ...]]  # name of a kernel, and its arguments
 
 
 class LayerShape(NamedTuple):
@@ -31,28 +35,27 @@ class LayerShape(NamedTuple):
     normed: bool  # queries and keys have norms
 
 
-def _without_autocast(trial: Callable[..., str | None]) -> Callable[..., str | None]:
-    """Run the trial in the precision of its inputs.
+@cache
+def passes(consequence: str, mismatch: Callable[..., str | None], device: torch.device, *facts: Any) -> bool:
+    """Whether the kernels for `device` agree with the reference, by a `mismatch` of this module for these `facts`.
 
-    Training runs under autocast, which would round the reference to bf16, so every kernel would appear wrong.
+    They are tried once for each set of facts. If they disagree, one warning names the `consequence`. A trial disables
+    autocast, under which training runs: it would round the reference to bf16, and every kernel would appear wrong.
     """
+    if device.type == "cuda" and kernels.select_backend(device) != "triton":  # which has warned already
+        return False
+    with torch.autocast(device.type, enabled=False):
+        reason = mismatch(kernels, device, *facts)
+    if reason is not None:
+        warnings.warn(f"{consequence.format(device)}: {reason}", stacklevel=2)
+    return reason is None
 
-    @wraps(trial)
-    def tried(*arguments: Any, **options: Any) -> str | None:
-        device = next(argument for argument in arguments if isinstance(argument, torch.device))
-        with torch.autocast(device.type, enabled=False):
-            return trial(*arguments, **options)
 
-    return tried
-
-
-@_without_autocast
 def mismatch(backend: ModuleType, device: torch.device) -> str | None:
     """Reason not to use `backend` on `device`, or None if every kernel agrees with the reference."""
     return _difference(backend, _questions(device), rtol=1e-3, atol=1e-4)
 
 
-@_without_autocast
 def layer_mismatch(backend: ModuleType, device: torch.device, dtype: torch.dtype, shape: LayerShape) -> str | None:
     """Reason not to use the fused operations of `backend` for layers of this shape, or None if they agree."""
     hidden, inner, heads, kv_heads, dim, normed = shape
@@ -67,7 +70,7 @@ def layer_mismatch(backend: ModuleType, device: torch.device, dtype: torch.dtype
     slots = torch.tensor([[3, 4, 5], [6, 0, 2]], device=device)
     pooled = torch.tensor([[3, 4, 5], [6, 0, 2]], device=device)  # slots of two texts in one pool
     qkv, cache = normal(6, heads + 2 * kv_heads, dim), normal(2, 7, 2 * kv_heads, dim)
-    questions: list[tuple[str, tuple[Any, ...]]] = [
+    questions: list[Question] = [
         ("add_rms_norm", (normal(3, hidden, of=wide), normal(3, hidden), normal(hidden, of=wide), 1e-5)),
         ("silu_and_mul", (normal(3, 2 * inner),)),
         ("rope_and_cache", (qkv, normal(6, dim), normal(6, dim), positions, slots, cache, *weights, 1e-5)),
@@ -77,7 +80,6 @@ def layer_mismatch(backend: ModuleType, device: torch.device, dtype: torch.dtype
     return _difference(backend, questions, rtol=close, atol=close)
 
 
-@_without_autocast
 def span_mismatch(
     backend: ModuleType, device: torch.device, dtype: torch.dtype, kv_heads: int, groups: int, dim: int
 ) -> str | None:
@@ -94,7 +96,7 @@ def span_mismatch(
 
     q, grad = (normal(len(high), kv_heads, groups, dim, scale=scale) for scale in (dim**-0.5, 1.0))
     key, value = normal(300, kv_heads, dim), normal(300, kv_heads, dim)
-    questions: list[tuple[str, tuple[Any, ...]]] = []
+    questions: list[Question] = []
     for low in (first, torch.maximum(first, high - 100)):
         span = low.to(device, torch.int32), high.to(device, torch.int32)
         out, lse = reference.span_attention(q, key, value, *span)
@@ -104,9 +106,7 @@ def span_mismatch(
     return _difference(backend, questions, rtol=2e-2, atol=5e-2)
 
 
-def _difference(
-    backend: ModuleType, questions: list[tuple[str, tuple[Any, ...]]], *, rtol: float, atol: float
-) -> str | None:
+def _difference(backend: ModuleType, questions: list[Question], *, rtol: float, atol: float) -> str | None:
     for name, arguments in questions:
         try:
             answer = _answer(backend, name, arguments)
@@ -120,15 +120,11 @@ def _difference(
     return None
 
 
-@_without_autocast
 def attention_mismatch(
-    attention: Callable[..., Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    paged: bool = False,
+    backend: ModuleType, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], paged: bool
 ) -> str | None:
-    """Reason not to use `attention` for a model with such heads, or None if it agrees with the reference.
+    """Reason not to use the attention of `backend` for a model with such heads, or None if it agrees with the
+    reference.
 
     `shape`: number of query heads and of KV heads, and their dimension. `paged`: whether texts are in pages. Covers few
     slots, so that one slot too many would show, and many slots in several pieces; numbers of rows cover every tiling.
@@ -136,34 +132,26 @@ def attention_mismatch(
     heads, kv_heads, dim = shape
     generator = torch.Generator().manual_seed(0)
     base = torch.tensor([0, 5, 300])
-    close = 1e-3 if dtype == torch.float32 else 2e-2
-    for rows in sorted({1, *(max(1, size * kv_heads // heads) for size in (32, 64, 128))} - {0}):
-        rows = min(rows, 64)
+    questions: list[Question] = []
+    for rows in sorted({1, *(min(max(1, size * kv_heads // heads), 64) for size in (32, 64, 128))}):
         slots = -(-(300 + rows) // PAGE) * PAGE
         store = torch.randn(len(base), slots, 2 * kv_heads, dim, generator=generator).to(device, dtype)
         q = torch.randn(len(base), rows, heads, dim, generator=generator).to(device, dtype)
         own = torch.ones(rows, dtype=torch.int64) << torch.arange(rows)
+        table = []
+        if paged:  # the pages of a text are apart, and in reverse order
+            width = slots // PAGE
+            pages = torch.arange(len(base) * width - 1, -1, -1, device=device).view(width, len(base)).T
+            store, table = store.flatten(0, 1), [pages.contiguous()]
         for bits in (None, (own | 1).expand(len(base), -1).to(device)):
             ancestry = Ancestry(base.to(device), rows, bits)
-            question: tuple[Any, ...] = (q, store, ancestry, 300 + rows, dim**-0.5)
-            if paged:  # the pages of a text are apart, and in reverse order
-                width = store.shape[1] // PAGE
-                pages = torch.arange(len(base) * width - 1, -1, -1, device=device).view(width, len(base)).T
-                question = (q, store.flatten(0, 1)[: len(base) * width * PAGE], *question[2:], pages.contiguous())
-            try:
-                answer = attention(*question)
-            except Exception as error:  # compilers and drivers may raise anything
-                lines = [type(error).__name__, *str(error).strip().splitlines()]
-                return f"{heads} query and {kv_heads} KV heads of dimension {dim} in {dtype} fail: {lines[-1]}"
-            if not torch.allclose(answer.float(), reference.attention(*question).float(), rtol=close, atol=close):
-                return (
-                    f"{heads} query and {kv_heads} KV heads of dimension {dim} in {dtype} give a different "
-                    "result from the reference"
-                )
-    return None
+            questions.append(("attention", (q, store, ancestry, 300 + rows, dim**-0.5, *table)))
+    close = 1e-3 if dtype == torch.float32 else 2e-2
+    reason = _difference(backend, questions, rtol=close, atol=close)
+    return reason and f"{heads} query and {kv_heads} KV heads of dimension {dim} in {dtype}: {reason}"
 
 
-def _questions(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
+def _questions(device: torch.device) -> list[Question]:
     """Small inputs for the kernels that determine text, and for the training kernel.
 
     They cover sampled and greedy rows, a chain, a tree and a gradient.

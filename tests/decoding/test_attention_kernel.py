@@ -3,6 +3,7 @@ reference; tests/kernels/test_triton.py runs this file again with Triton's kerne
 
 import os
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,10 +199,9 @@ def test_a_wrong_kernel_is_refused_for_its_head_shape(monkeypatch):
         tried.append(args[0].shape[3])
         return (0.01 if args[0].shape[3] == 16 else 0.0) + reference.attention(*args)
 
-    monkeypatch.setattr(attention, "_refused", set())
     monkeypatch.setattr(kernels, "attention", op)
     monkeypatch.delenv("SPECCTL_ATTENTION", raising=False)
-    attention._tried.cache_clear()
+    self_check.passes.cache_clear()
     try:
         wrong = torch.zeros(1, 1, 4, 16), torch.zeros(1, 3, 4, 16)
         with pytest.warns(
@@ -213,11 +213,11 @@ def test_a_wrong_kernel_is_refused_for_its_head_shape(monkeypatch):
         with warnings.catch_warnings(action="error"):
             assert not attention.served(*wrong) and len(tried) == count
             assert attention.served(*right) and attention.served(*right)
-            monkeypatch.setattr(attention, "by_kernel", lambda device: device not in attention._refused)
+            monkeypatch.setattr(attention, "by_kernel", lambda device: True)
             assert attention.serves(CPU, FP32, 4, 2, 8) and not attention.serves(CPU, FP32, 4, 2, 16)
         assert len(tried) - count == tried.count(8) < 10
     finally:
-        attention._tried.cache_clear()
+        self_check.passes.cache_clear()
 
 
 def test_a_kernel_that_raises_falls_back_to_the_mask(monkeypatch, kernel):
@@ -235,11 +235,10 @@ def test_a_kernel_that_raises_falls_back_to_the_mask(monkeypatch, kernel):
 
     monkeypatch.delenv("SPECCTL_ATTENTION")
     monkeypatch.setattr(kernels, "attention", refuse)
-    monkeypatch.setattr(attention, "_refused", set())
-    attention._tried.cache_clear()
-    with pytest.warns(UserWarning, match="6 query and 2 KV heads of dimension 8 in torch.float32 fail: no such heads"):
+    self_check.passes.cache_clear()
+    with pytest.warns(UserWarning, match="6 query and 2 KV heads .*: attention fails: no such heads"):
         torch.testing.assert_close(attend(q, cache, 0, plan, 0.3), expected, rtol=1e-5, atol=1e-5)
-    attention._tried.cache_clear()
+    self_check.passes.cache_clear()
 
 
 def test_the_self_check_detects_small_errors():
@@ -247,31 +246,36 @@ def test_the_self_check_detects_small_errors():
     how = (CPU, torch.bfloat16, (8, 2, 16))
 
     def changed(change):
-        return lambda q, rows, ancestry, span, scale: reference.attention(q, rows, *change(ancestry, span), scale)
+        def attention(q, rows, ancestry, span, scale):
+            return reference.attention(q, rows, *change(ancestry, span), scale)
 
-    assert self_check.attention_mismatch(reference.attention, *how) is None
+        return SimpleNamespace(attention=attention)
+
+    assert self_check.attention_mismatch(reference, *how, False) is None
     wrong = [
         lambda a, span: (a if a.ancestor_bits is None else a._replace(ancestor_bits=a.ancestor_bits | 2), span),
         lambda a, span: (a._replace(base=a.base.clamp(min=1)), span),
         lambda a, span: (a._replace(first=(a.base[:, None] > 200) * torch.full((3, 1), 128)), span),
     ]
     for change in wrong:
-        assert "a different result from the reference" in self_check.attention_mismatch(changed(change), *how)
+        assert "a different result from the reference" in self_check.attention_mismatch(changed(change), *how, False)
 
 
 def test_the_self_check_detects_a_wrong_page():
     how = (CPU, torch.bfloat16, (8, 2, 16))
-    assert self_check.attention_mismatch(reference.attention, *how, paged=True) is None
+    assert self_check.attention_mismatch(reference, *how, True) is None
 
     def of_a_neighbour(*args):
         return reference.attention(*args[:5], args[5].roll(1, 0))
 
-    assert "a different result from the reference" in self_check.attention_mismatch(of_a_neighbour, *how, paged=True)
+    wrong = SimpleNamespace(attention=of_a_neighbour)
+    assert "a different result from the reference" in self_check.attention_mismatch(wrong, *how, True)
 
 
 def test_the_attention_kernel_is_chosen_by_device_and_environment(monkeypatch):
     monkeypatch.delenv("SPECCTL_ATTENTION", raising=False)
     monkeypatch.delenv("SPECCTL_KERNELS", raising=False)
+    monkeypatch.setattr(kernels, "checked_backend", lambda name, device: name)
     gpu = torch.device("cuda", 0)
     assert not attention.by_kernel(CPU)
     assert attention.by_kernel(gpu) == kernels.TRITON

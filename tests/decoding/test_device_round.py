@@ -52,7 +52,7 @@ from specctl.drafters.text.device_rounds import union
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
-from specctl.kernels import reference
+from specctl.kernels import reference, self_check
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.toys import decoding, mtp
 from tests.toys.decoding import engine_for
@@ -375,7 +375,7 @@ def test_heads_that_the_kernel_does_not_know_make_masks_alone(tiny, on_device, m
     for module in (attention, plans):
         monkeypatch.setattr(module, "by_kernel", lambda device: True)
     monkeypatch.setattr(kernels, "attention", op)
-    attention._tried.cache_clear()
+    self_check.passes.cache_clear()
     span_of, spans = device_round.DeviceRounds._span, set()
     monkeypatch.setattr(
         device_round.DeviceRounds,
@@ -385,10 +385,10 @@ def test_heads_that_the_kernel_does_not_know_make_masks_alone(tiny, on_device, m
     monkeypatch.setattr(graphs, "STEP", 16)
     on_device()
     try:
-        with pytest.warns(UserWarning, match="fail: no such heads") as told:
+        with pytest.warns(UserWarning, match="fails: no such heads") as told:
             assert decode(tiny, **how) == expected
     finally:
-        attention._tried.cache_clear()
+        self_check.passes.cache_clear()
     assert len(told) == 1 and asked == {*heads.values()} - {heads[unknown]}
     assert (False in spans) == (unknown == "target")
 

@@ -17,7 +17,7 @@ from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.errors import UsageError
-from specctl.kernels import reference
+from specctl.kernels import reference, self_check
 from specctl.kernels.self_check import LayerShape
 from tests.toys.decoding import decode
 
@@ -144,27 +144,30 @@ def test_a_wrong_kernel_is_refused_for_its_layer_shape(monkeypatch):
 
         return op
 
+    def accepted():
+        return self_check.passes("layers on {} run unfused", self_check.layer_mismatch, CPU, torch.float32, shape)
+
     shape = LayerShape(16, 24, 4, 2, 8, True)
-    layers.tried.cache_clear()
+    self_check.passes.cache_clear()
     try:
         monkeypatch.setattr(kernels, "silu_and_mul", gate_of(0.0))
-        assert layers.tried(CPU, torch.float32, shape) and layers.tried(CPU, torch.float32, shape)
+        assert accepted() and accepted()
         assert len(tried) == 1
-        layers.tried.cache_clear()
+        self_check.passes.cache_clear()
         monkeypatch.setattr(kernels, "silu_and_mul", gate_of(0.1))
         with pytest.warns(UserWarning, match="layers on cpu run unfused: silu_and_mul gives a different result"):
-            assert not layers.tried(CPU, torch.float32, shape)
+            assert not accepted()
         with warnings.catch_warnings(action="error"):
-            assert not layers.tried(CPU, torch.float32, shape)
+            assert not accepted()
     finally:
-        layers.tried.cache_clear()
+        self_check.passes.cache_clear()
 
 
 def test_fusion_is_chosen_by_device_and_environment(monkeypatch):
     monkeypatch.delenv("SPECCTL_LAYERS", raising=False)
     monkeypatch.delenv("SPECCTL_KERNELS", raising=False)
     gpu, shape = torch.device("cuda", 0), LayerShape(16, 24, 4, 2, 8, False)
-    monkeypatch.setattr(layers, "tried", lambda *args: True)
+    monkeypatch.setattr(layers, "passes", lambda *args: kernels.backend("cuda") == "triton")
     assert not layers.fuses(CPU, torch.float32, shape)
     assert layers.fuses(gpu, torch.float32, shape) == kernels.TRITON
     monkeypatch.setenv("SPECCTL_KERNELS", "reference")

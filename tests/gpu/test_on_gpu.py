@@ -90,7 +90,7 @@ def test_kernels_pass_their_self_checks(dtype, shape):
     pick_device(DEVICE)
     assert kernels.select_backend(device) == "triton"
     heads = device, dtype, shape.heads, shape.kv_heads, shape.dim
-    assert attention.serves(*heads) and attention.serves_pages(*heads) and layers.tried(device, dtype, shape)
+    assert attention.serves(*heads) and attention.serves_pages(*heads) and layers.fuses(device, dtype, shape)
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-3), (torch.bfloat16, 6e-2)])

@@ -4,9 +4,7 @@ All of them work on rows: hidden states are [N, H] with N = B·T. The residual s
 (`linear.py`) run in the weights' dtype.
 """
 
-import functools
 import math
-import warnings
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +15,7 @@ from specctl.decoding.attention import served
 from specctl.decoding.cache import KVCache
 from specctl.decoding.plan import Block, Plan, unskipped
 from specctl.environment import switch
-from specctl.kernels import self_check
-from specctl.kernels.self_check import LayerShape
+from specctl.kernels.self_check import LayerShape, layer_mismatch, passes
 
 
 class RMSNorm:
@@ -114,17 +111,4 @@ def fuses(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> bool:
     """
     if chosen := switch("SPECCTL_LAYERS"):
         return chosen == "fused"
-    return device.type == "cuda" and kernels.backend("cuda") == "triton" and tried(device, dtype, shape)
-
-
-@functools.cache
-def tried(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> bool:
-    """Whether the kernels agree with the reference. They are tried once per device, dtype and shape."""
-    if (
-        device.type == "cuda" and kernels.select_backend(device) != "triton"
-    ):  # `kernels.select_backend` has already warned
-        return False
-    reason = self_check.layer_mismatch(kernels, device, dtype, shape)
-    if reason is not None:
-        warnings.warn(f"layers on {device} run unfused: {reason}", stacklevel=2)
-    return reason is None
+    return device.type == "cuda" and passes("layers on {} run unfused", layer_mismatch, device, dtype, shape)

@@ -16,11 +16,10 @@ linear in its length. On a GPU both passes are kernels that need no padding (`ke
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from specctl import kernels
-from specctl.kernels import self_check
+from specctl.kernels.self_check import passes, span_mismatch
 
 # Maximal scores per head in a block. On a CPU eight heads in fp32 take 4 MB; on a GPU 32 heads take 128 MB and fill it.
 BLOCK = {"cpu": 2**17, "cuda": 2**20}
@@ -243,15 +242,7 @@ def _by_kernel(q: Tensor) -> bool:
     """
     if q.dtype.itemsize != 2 or kernels.select_backend(q.device) != "triton":
         return False
-    return _tried(q.device, q.dtype, *q.shape[1:])
-
-
-@cache
-def _tried(device: torch.device, dtype: torch.dtype, kv_heads: int, groups: int, dim: int) -> bool:
-    reason = self_check.span_mismatch(kernels, device, dtype, kv_heads, groups, dim)
-    if reason is not None:
-        warnings.warn(f"training attention on {device} runs in PyTorch: {reason}", stacklevel=2)
-    return reason is None
+    return passes("training attention on {} runs in PyTorch", span_mismatch, q.device, q.dtype, *q.shape[1:])
 
 
 def _read(q: Tensor, key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
