@@ -103,8 +103,12 @@ def select_backend(device: torch.device) -> str:
 def _dispatched(specification: F) -> F:
     @functools.wraps(specification)
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-        module = _module(select_backend(first.device))
-        return getattr(module, specification.__name__)(first, *args, **kwargs)
+        device = first.device
+        kernel = getattr(_module(select_backend(device)), specification.__name__)
+        if device.type != "cuda":
+            return kernel(first, *args, **kwargs)
+        with torch.cuda.device(device):  # Triton launches on the current device
+            return kernel(first, *args, **kwargs)
 
     return cast(F, call)
 
