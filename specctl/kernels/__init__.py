@@ -18,43 +18,18 @@ from typing import Any, TypeVar, cast
 import torch
 
 from . import reference
-from .paging import PAGE, gather_pages, slots_of
-from .reference import Ancestry, DrafterFeedback
-from .rows import GREEDY_BELOW, DraftRows, Rows, as_rows, nan_count, probabilities, token_probability
-
-__all__ = [
-    "GREEDY_BELOW",
-    "PAGE",
-    "Ancestry",
-    "DraftRows",
-    "DrafterFeedback",
-    "Rows",
-    "accept_chain",
-    "add_rms_norm",
-    "argmax",
-    "as_rows",
-    "attention",
-    "backend",
-    "distill_rows",
-    "drafter_feedback",
-    "expand_topk",
-    "finite_rows",
-    "gather_pages",
-    "nan_count",
-    "probabilities",
-    "rope_and_cache",
-    "row_params",
-    "sample_rows",
-    "sample_tree",
-    "select_backend",
-    "silu_and_mul",
-    "slots_of",
-    "span_attention",
-    "span_attention_backward",
-    "token_probability",
-    "uniform",
-    "walk_tree",
-]
+from .paging import PAGE as PAGE
+from .paging import gather_pages as gather_pages
+from .paging import slots_of as slots_of
+from .reference import Ancestry as Ancestry
+from .reference import DrafterFeedback as DrafterFeedback
+from .rows import GREEDY_BELOW as GREEDY_BELOW
+from .rows import DraftRows as DraftRows
+from .rows import Rows as Rows
+from .rows import as_rows as as_rows
+from .rows import nan_count as nan_count
+from .rows import probabilities as probabilities
+from .rows import token_probability as token_probability
 
 BACKENDS = {"reference": ".reference", "cpu": ".cpu", "triton": ".triton_backend"}  # imported on first use
 TRITON = importlib.util.find_spec("triton") is not None  # found, not imported

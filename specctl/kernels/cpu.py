@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import native, reference
 from .objectives import TINY
-from .reference import DrafterFeedback
+from .reference import LOW, DrafterFeedback, philox
 from .rows import (
     BLOCK,
     GREEDY_BELOW,
@@ -56,16 +56,11 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _uniform_chunk(seed: int, index: int, stream: int) -> list[float]:
-    """Uniforms of _CHUNK positions from index·_CHUNK on: Philox on NumPy's uint64, bit-equal to the reference."""
-    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    """Uniforms of _CHUNK positions from index·_CHUNK on, bit-equal to the reference."""
     position = np.arange(index * _CHUNK, (index + 1) * _CHUNK, dtype=np.uint64)
-    c0, c1, c2, c3 = position & low, position >> half, np.full_like(position, stream), np.zeros_like(position)
-    k0, k1 = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
-    for _ in range(10):
-        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (b >> half) ^ c1 ^ np.uint64(k0), b & low, (a >> half) ^ c3 ^ np.uint64(k1), a & low
-        k0, k1 = k0 + 0x9E3779B9 & 0xFFFFFFFF, k1 + 0xBB67AE85 & 0xFFFFFFFF
-    folded = np.where(c0 >> np.uint64(31), low - c0, c0).astype(np.float32)
+    counter = position & LOW, position >> 32, np.full_like(position, stream), np.zeros_like(position)
+    word = philox(counter, (seed & LOW, seed >> 32 & LOW))[0]
+    folded = np.where(word >> 31, LOW - word, word).astype(np.float32)
     return (folded * np.float32(4.6566127342e-10)).tolist()
 
 

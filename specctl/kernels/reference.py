@@ -8,7 +8,7 @@ synchronizes with the host. A function modifies its arguments only if its docstr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from .rows import (
     without_nan,
 )
 
-_LOW = 0xFFFFFFFF
+LOW = 0xFFFFFFFF  # the lower half of 64 bits
 
 
 class DrafterFeedback(NamedTuple):
@@ -91,21 +91,22 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
     these counters.
     """
     seed = seed[:, None]
-    counter = (position & _LOW, position >> 32 & _LOW, torch.full_like(position, stream), torch.zeros_like(position))
-    word = philox(counter, (seed & _LOW, seed >> 32 & _LOW))[0]
-    word = torch.where(word >= 1 << 31, _LOW - word, word)  # the word read as int32, with x < 0 mapped to −x − 1
+    counter = (position & LOW, position >> 32 & LOW, torch.full_like(position, stream), torch.zeros_like(position))
+    word = philox(counter, (seed & LOW, seed >> 32 & LOW))[0]
+    word = torch.where(word >= 1 << 31, LOW - word, word)  # the word read as int32, with x < 0 mapped to −x − 1
     return word.to(torch.float32) * torch.full((), 4.6566127342e-10, device=word.device)
 
 
-def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: maps four counter words and two key words (32-bit values in int64, broadcast) to four words."""
+def philox(counter: tuple[Any, ...], key: tuple[Any, Any]) -> tuple[Any, ...]:
+    """Philox4x32-10: maps four counter words and two key words to four words. They are 32-bit values in int64 tensors
+    or NumPy's uint64 arrays, and are broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
         # The signed product wraps but keeps its 64 bits; the mask undoes the sign extension of the shift.
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (b >> 32 & _LOW) ^ c1 ^ k0, b & _LOW, (a >> 32 & _LOW) ^ c3 ^ k1, a & _LOW
-        k0, k1 = k0 + 0x9E3779B9 & _LOW, k1 + 0xBB67AE85 & _LOW
+        c0, c1, c2, c3 = (b >> 32 & LOW) ^ c1 ^ k0, b & LOW, (a >> 32 & LOW) ^ c3 ^ k1, a & LOW
+        k0, k1 = k0 + 0x9E3779B9 & LOW, k1 + 0xBB67AE85 & LOW
     return c0, c1, c2, c3
 
 
