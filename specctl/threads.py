@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from specctl import progress
 
@@ -183,31 +183,18 @@ def usable_cpus() -> frozenset[int]:
 
 
 def quota(root: Path = ROOT) -> float:
-    """Return the CPU time, in cores, that the tightest control group around this process grants; inf = no limit."""
-    return min((_limit(group) for group in _groups(root)), default=math.inf)
+    """Return the CPU time, in cores, that the tightest control group around this process grants; inf = no limit.
 
-
-def _groups(root: Path) -> Iterator[Path]:
-    """Yield the directories of the control groups (v1 and v2) that limit the CPU time of this process.
-
-    They go from its own group up to the outermost visible one. A container sees its own group as the root, or nothing
-    above its mount.
+    Groups of version 2 are below /sys/fs/cgroup, groups of version 1 in the directory of their controllers. A container
+    may see its own group as the root.
     """
-    groups = {}
+    limits = [math.inf]
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, place = line.split(":", 2)
         if not controllers or "cpu" in controllers.split(","):
-            groups["cgroup" if controllers else "cgroup2"] = PurePosixPath(place)
-    for line in _lines(root / "proc/self/mountinfo"):
-        left, _, right = line.partition(" - ")
-        kind, _, options = right.split(" ", 2)
-        path = groups.get(kind)
-        if path is None or (kind == "cgroup" and "cpu" not in options.split(",")):
-            continue
-        shown, mount = left.split()[3:5]
-        below = path.relative_to(shown) if path.is_relative_to(shown) and ".." not in path.parts else PurePosixPath()
-        top = root / mount.lstrip("/")
-        yield from (top.joinpath(*below.parts[:depth]) for depth in range(len(below.parts), -1, -1))
+            top, parts = root / "sys/fs/cgroup" / controllers, place.strip("/").split("/")
+            limits += [_limit(top.joinpath(*parts[:depth])) for depth in range(len(parts) + 1)]
+    return min(limits)
 
 
 def _limit(group: Path) -> float:

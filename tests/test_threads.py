@@ -80,26 +80,19 @@ def tree(root, files):
     return root
 
 
-V2 = "29 22 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
-V1 = "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
-V1_SETS = "35 31 0:32 / /sys/fs/cgroup/cpuset rw,relatime - cgroup cgroup rw,cpuset\n"
-DOCKER_V1 = V1.replace("0:29 / ", "0:29 /docker/abc ")
-
-
 def v1(path, quota, period=100000):
     place = f"sys/fs/cgroup/cpu,cpuacct/{path}"
     return {f"{place}cpu.cfs_quota_us": f"{quota}\n", f"{place}cpu.cfs_period_us": f"{period}\n"}
 
 
 @pytest.mark.parametrize(
-    ("cgroup", "mounts", "files", "expected"),
+    ("cgroup", "files", "expected"),
     [
-        ("0::/\n", V2, {"sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),  # a container with its own namespace
-        ("0::/\n", V2, {"sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
-        ("0::/\n", V2, {}, math.inf),  # the root of a machine has no such file
+        ("0::/\n", {"sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),  # a container with its own namespace
+        ("0::/\n", {"sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
+        ("0::/\n", {}, math.inf),  # the root of a machine has no such file
         (
             "0::/user.slice/job/step\n",  # the tightest limit of all ancestors applies
-            V2,
             {
                 "sys/fs/cgroup/user.slice/cpu.max": "400000 100000\n",
                 "sys/fs/cgroup/user.slice/job/cpu.max": "150000 100000\n",
@@ -108,16 +101,16 @@ def v1(path, quota, period=100000):
             },
             1.5,
         ),
-        ("0::/../host\n", V2, {"sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3.0),  # outside the visible tree
-        ("4:cpu,cpuacct:/slurm/job\n", V1 + V1_SETS, v1("slurm/job/", -1) | v1("slurm/", 50000, 25000), 2.0),
-        ("4:cpu,cpuacct:/docker/abc\n3:cpuset:/x\n", DOCKER_V1 + V1_SETS, v1("", 100000), 1.0),
-        ("4:cpu,cpuacct:/docker/abc\n0::/\n", DOCKER_V1 + V2, v1("", -1), math.inf),
-        ("3:cpuset:/x\n", V1_SETS, {"sys/fs/cgroup/cpuset/x/cpu.max": "100000 100000\n"}, math.inf),
-        ("0::/\n", V2, {"sys/fs/cgroup/cpu.max": "nonsense\n"}, math.inf),
+        ("0::/../host\n", {"sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3.0),  # outside the visible tree
+        ("4:cpu,cpuacct:/slurm/job\n", v1("slurm/job/", -1) | v1("slurm/", 50000, 25000), 2.0),
+        ("4:cpu,cpuacct:/docker/abc\n3:cpuset:/x\n", v1("", 100000), 1.0),
+        ("4:cpu,cpuacct:/docker/abc\n0::/\n", v1("", -1), math.inf),
+        ("3:cpuset:/x\n", {"sys/fs/cgroup/cpuset/x/cpu.max": "100000 100000\n"}, math.inf),
+        ("0::/\n", {"sys/fs/cgroup/cpu.max": "nonsense\n"}, math.inf),
     ],
 )
-def test_the_quota_of_a_container(tmp_path, cgroup, mounts, files, expected):
-    root = tree(tmp_path, {"proc/self/cgroup": cgroup, "proc/self/mountinfo": mounts, **files})
+def test_the_quota_of_a_container(tmp_path, cgroup, files, expected):
+    root = tree(tmp_path, {"proc/self/cgroup": cgroup, **files})
     assert threads.quota(root) == expected
 
 
