@@ -20,7 +20,6 @@ from specctl.decoding.models.identity import adapter_digest
 from specctl.decoding.models.layerless import LayerlessModel, load_layerless
 from specctl.decoding.models.loading import (
     Source,
-    Spread,
     first_line,
     keep_freed_memory,
     load_config,
@@ -356,14 +355,13 @@ def load_target(
         model = load_slice(name, config, part, device=where, dtype=pick_dtype(dtype, where), revision=revision)
     elif whole:
         kind = dtype_of()
-        spread = Spread.of(device_map, max_memory)
 
         def read_again(other: str | None) -> tuple[Any, Mapping[str, gguf_target.Weight] | None]:
             merged = other or adapter
             kept = None
             if merged is None and path != "transformers":
                 kept = lean.stored_weights(name, load_config(name, **options), where, kind)
-            model = load_model(name, device=where, dtype=kind, source=Source(spread, kept), **options)
+            model = load_model(name, device=where, dtype=kind, source=Source(device_map, max_memory, kept), **options)
             return model if merged is None else target_adapter.merge(model, merged, name), kept
 
         model, stored = read_again(None)

@@ -21,7 +21,7 @@ from transformers.generation import BaseStreamer
 
 from specctl import kernels, threads
 from specctl.decoding.models import target_adapter
-from specctl.decoding.models.loading import Source, Spread, load_model, with_fast_products
+from specctl.decoding.models.loading import Source, load_model, with_fast_products
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
@@ -158,7 +158,7 @@ def load_generator(
         dtype=target.dtype,
         revision=recipe.revision,
         trust_remote_code=recipe.trust_remote_code,
-        source=Source(Spread.of(recipe.device_map, recipe.max_memory)),
+        source=Source(recipe.device_map, recipe.max_memory),
     )
     if recipe.adapter is not None:
         model = target_adapter.merge(model, recipe.adapter, recipe.name)

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from specctl import processes
-from specctl.decoding.models.lean import unsliceable_reason
+from specctl.decoding.models.lean import check_slices
 from specctl.decoding.models.parallel import Slice
 from specctl.decoding.target import load_target
 from specctl.errors import UsageError
@@ -104,12 +104,12 @@ def test_slices_cover_the_whole():
         (LlamaConfig(**SIZES | {"num_attention_heads": 12, "num_key_value_heads": 4}), 6, "4 KV heads"),
         (LlamaConfig(**SIZES | {"intermediate_size": 66}), 4, "intermediate_size 66"),
         (Qwen3MoeConfig(), 2, "model type 'qwen3_moe'"),
-        (Qwen3Config(**SIZES), 4, None),
     ],
 )
 def test_unsliceable_models_are_refused(config, count, reason):
-    said = unsliceable_reason(config, count)
-    assert said is None if reason is None else reason in said
+    with pytest.raises(UsageError, match=f"cannot be split into {count} slices: {reason}"):
+        check_slices("X", config, count)
+    check_slices("X", Qwen3Config(**SIZES), 4)
 
 
 def test_slices_need_one_process_each():

@@ -83,23 +83,18 @@ def stored_weights(name: str, config, device: torch.device, dtype: torch.dtype) 
     return gguf_target.quantized_weights(name, dtype)
 
 
-def unsliceable_reason(config, count: int) -> str | None:
-    """Reason why the lean step cannot run this configuration in `count` tensor-parallel slices (`parallel.py`), or None
-    if it can."""
-    reason = unsupported_reason(config)
-    if reason is not None:
-        return reason
-    heads, kv_heads, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
-    if heads % count:
-        return f"{heads} attention heads are not divisible by {count}"
-    if kv_heads % count and count % kv_heads:
-        return f"{kv_heads} KV heads cannot be shared among {count} processes"
-    return f"intermediate_size {inner} is not divisible by {count}" if inner % count else None
-
-
 def check_slices(name: str, config, count: int) -> None:
-    """Raise UsageError if the target `name` cannot be cut into `count` slices."""
-    reason = unsliceable_reason(config, count)
+    """Raise UsageError if the lean step cannot run the target `name` in `count` tensor-parallel slices
+    (`parallel.py`)."""
+    reason = unsupported_reason(config)
+    if reason is None:
+        heads, kv_heads, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+        if heads % count:
+            reason = f"{heads} attention heads are not divisible by {count}"
+        elif kv_heads % count and count % kv_heads:
+            reason = f"{kv_heads} KV heads cannot be shared among {count} processes"
+        elif inner % count:
+            reason = f"intermediate_size {inner} is not divisible by {count}"
     if reason is not None:
         hint = "change target.tensor_parallel, or set target.device_map=auto"
         raise UsageError(f"target {name} cannot be split into {count} slices: {reason}", hint)

@@ -239,27 +239,17 @@ def model_directory(name: str, revision: str | None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-class Spread(NamedTuple):
-    """How `accelerate` spreads a model over the GPUs of this process, and the upper limit per GPU, such as 60GiB."""
-
-    device_map: str
-    max_memory: str | None = None
-
-    @classmethod
-    def of(cls, device_map: str | None, max_memory: str | None) -> Spread | None:
-        """The spread, or None without a device map."""
-        return None if device_map is None else cls(device_map, max_memory)
-
-
 class Source(NamedTuple):
     """Origin of a target's weights, and their devices.
 
     Attributes:
-        spread: spread over several devices, or None for one.
+        device_map: how `accelerate` spreads them over the GPUs of this process, or None for one device.
+        max_memory: upper limit per GPU, such as 60GiB.
         stored: the weights to take of a GGUF file; None = all of them, dequantized.
     """
 
-    spread: Spread | None = None
+    device_map: str | None = None
+    max_memory: str | None = None
     stored: Mapping[str, gguf_target.Weight] | None = None
 
 
@@ -293,12 +283,12 @@ def load_model(
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            **_placement(device, source.spread),
+            **_placement(device, source),
             **tensors.REPORT,
         )
         model, info = loaded
         tensors.check_loaded(f"target {name}", model, info)
-        if source.spread is None:
+        if source.device_map is None:
             model.to(device)
         if is_gguf(name):
             model.generation_config = load_generation_config(name, config)
@@ -374,21 +364,21 @@ def load_generation_config(name: str, config: Any, *, revision: str | None = Non
         ) from error
 
 
-def _placement(device: torch.device, spread: Spread | None) -> dict[str, Any]:
+def _placement(device: torch.device, source: Source) -> dict[str, Any]:
     """Placement arguments for `from_pretrained`. A device map uses only this process' GPUs, up to their free memory or
-    the limit of `spread`."""
+    the limit of `source`."""
     if find_spec("accelerate") is None:
-        if spread is None:
+        if source.device_map is None:
             return {}
         raise UsageError("target.device_map needs the package accelerate", "pip install accelerate")
     if device.type == "cpu":
-        return {"device_map": spread and spread.device_map}
-    if spread is None:
+        return {"device_map": source.device_map}
+    if source.device_map is None:
         return {"device_map": {"": device}}
     gpus = own_gpus(torch.cuda.device_count(), os.environ)
     return {
-        "device_map": spread.device_map,
-        "max_memory": {gpu: spread.max_memory or torch.cuda.mem_get_info(gpu)[0] for gpu in gpus},
+        "device_map": source.device_map,
+        "max_memory": {gpu: source.max_memory or torch.cuda.mem_get_info(gpu)[0] for gpu in gpus},
     }
 
 
