@@ -6,6 +6,8 @@ beginning. A few cached texts are enough for this. A server would keep them in a
 """
 
 from collections import deque
+from itertools import takewhile
+from operator import eq
 from typing import NamedTuple
 
 import torch
@@ -51,7 +53,8 @@ class Prefixes:
         logits = []
         for prompt, slot in zip(prompts, slots, strict=True):
             alone = cache.sequence(slot)
-            start, line = self._longest(prompt, [*self.lines, *here], bool(taps))
+            lines = [line for line in (*self.lines, *here) if line.tapped is not None or not taps]
+            start, line = self._longest(prompt, lines)
             if line is not None:
                 alone.set_first_rows(0, line.rows[:, :start])
             plan = plan_rows([start], len(prompt) - start, device=target.device, dtype=target.dtype)
@@ -78,18 +81,12 @@ class Prefixes:
                 self.lines.append(CachedText(row.ids[:count], state.cache.first_rows(b, count).clone(), features))
 
     @staticmethod
-    def _longest(prompt: list[int], lines: list[CachedText], tapped: bool) -> tuple[int, CachedText | None]:
+    def _longest(prompt: list[int], lines: list[CachedText]) -> tuple[int, CachedText | None]:
         """Length of the longest shared prefix, and the cached text that has it. The prompt's last token never counts:
         it must run, as its logits are needed."""
         best: tuple[int, CachedText | None] = (0, None)
         for line in lines:
-            if tapped and line.tapped is None:
-                continue
-            shared = 0
-            for mine, theirs in zip(prompt[:-1], line.ids, strict=False):
-                if mine != theirs:
-                    break
-                shared += 1
+            shared = sum(takewhile(bool, map(eq, prompt[:-1], line.ids)))
             if shared > best[0]:
                 best = shared, line
         return best
