@@ -373,11 +373,6 @@ struct Scratch {
   Lists lists;
 };
 
-void copied(bf16* out, const float* x, int64_t size) {
-  for (int64_t i = 0; i < size; i += LANES) narrow(out + i, load(x + i));
-}
-
-
 // The `count` largest of a row's log probabilities, largest first, of equal ones the first; NaN counts as −inf.
 void largest(const float* logits, int64_t size, int64_t count, float* gains, int64_t* index) {
   const Vec lowest = broadcast(-__builtin_inff());
@@ -455,9 +450,86 @@ int64_t inverse_cdf(const float* weight, int64_t size, double& threshold) {
   return last;
 }
 
+template <class T>
+void pack(const T* w, int64_t outputs, int64_t inputs, T* out) {
+#pragma omp parallel for
+  for (int64_t panel = 0; panel < (outputs + LANES - 1) / LANES; panel++)
+    for (int64_t k = 0; k < inputs; k += 2)
+      for (int64_t lane = 0; lane < LANES; lane++)
+        for (int64_t i = 0; i < 2; i++) {
+          const int64_t o = panel * LANES + lane;
+          out[((panel * inputs + k) * LANES) + 2 * lane + i] = o < outputs ? w[o * inputs + k + i] : T(0);
+        }
+}
+
+}  // namespace
+
+extern "C" {
+
+// W [outputs, inputs] in panels. `out` has room for the outputs rounded up to a multiple of 16.
+void specctl_pack(const bf16* w, int64_t outputs, int64_t inputs, bf16* out) { pack(w, outputs, inputs, out); }
+
+void specctl_pack_int8(const int8_t* w, int64_t outputs, int64_t inputs, int8_t* out) {
+  pack(w, outputs, inputs, out);
+}
+
+// y [rows, outputs] = x [rows, inputs] Wᵀ + bias.
+void specctl_product(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, bf16* y,
+                     int64_t threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const Range range = share((outputs + LANES - 1) / LANES, omp_get_thread_num(), omp_get_num_threads());
+    product(w, x, rows, inputs, range, [&](int64_t row, int64_t panel, const Vec* sums, int panels) {
+      for (int p = 0; p < panels; p++) {
+        alignas(32) bf16 all[LANES];
+        narrow(all, scaled(sums[p], w, panel + p));
+        const int64_t first = (panel + p) * LANES;
+        std::memcpy(y + row * outputs + first, all, sizeof(bf16) * std::min<int64_t>(LANES, outputs - first));
+      }
+    });
+  }
+}
+
+// The same product in fp32, `logits`, and of each row the `count` largest log probabilities and their places.
+void specctl_candidates(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, float* logits,
+                        int64_t count, float* gains, int64_t* index, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t team = omp_get_num_threads(), thread = omp_get_thread_num();
+    product(w, x, rows, inputs, share((outputs + LANES - 1) / LANES, thread, team),
+            [&](int64_t row, int64_t panel, const Vec* sums, int panels) {
+              for (int p = 0; p < panels; p++) {
+                float values[LANES];
+                store(values, scaled(sums[p], w, panel + p));
+                const int64_t first = (panel + p) * LANES;
+                std::copy(values, values + std::min<int64_t>(LANES, outputs - first), logits + row * outputs + first);
+              }
+            });
+#pragma omp barrier
+    const Range mine = share(rows, thread, team);
+    for (int64_t n = mine.first; n < mine.last; n++)
+      largest(logits + n * outputs, outputs, count, gains + n * count, index + n * count);
+  }
+}
+
+// The first place of the largest of each row of logits [rows, size].
+void specctl_argmax(const bf16* logits, int64_t rows, int64_t size, int64_t* index) {
+  for (int64_t n = 0; n < rows; n++) index[n] = argmax(logits + n * size, size);
+}
+
+// Of each row of logits [rows, size], 1 if it is a distribution: no NaN, and a finite maximum. Otherwise 0.
+void specctl_finite(const bf16* logits, int64_t rows, int64_t size, uint8_t* out) {
+  for (int64_t n = 0; n < rows; n++) {
+    const bf16* row = logits + n * size;
+    bool nan = false;
+    for (int64_t i = 0; i < size; i++) nan |= (row[i] & 0x7fff) > 0x7f80;
+    out[n] = !nan && __builtin_isfinite(largest_of(row, size));
+  }
+}
+
 // Samples from softmax(logits · inv_temp) at the uniform u: first a block of the vocabulary, then a token in it. −1 if the
 // largest logit is not finite. NaN has no weight.
-int64_t sample(const bf16* row, int64_t size, float inv_temp, double u) {
+int64_t specctl_sample(const bf16* row, int64_t size, float inv_temp, double u) {
   constexpr int64_t BLOCK = 256;
   static thread_local std::vector<float> sums;
   sums.resize((size + BLOCK - 1) / BLOCK);
@@ -481,56 +553,8 @@ int64_t sample(const bf16* row, int64_t size, float inv_temp, double u) {
   return first + inverse_cdf(weights, BLOCK, threshold);
 }
 
-void candidates(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, float* logits,
-                int64_t count, float* gains, int64_t* index, int64_t threads) {
-#pragma omp parallel num_threads(threads)
-  {
-    const int64_t team = omp_get_num_threads(), thread = omp_get_thread_num();
-    product(w, x, rows, inputs, share((outputs + LANES - 1) / LANES, thread, team),
-            [&](int64_t row, int64_t panel, const Vec* sums, int panels) {
-              for (int p = 0; p < panels; p++) {
-                float values[LANES];
-                store(values, scaled(sums[p], w, panel + p));
-                const int64_t first = (panel + p) * LANES;
-                std::copy(values, values + std::min<int64_t>(LANES, outputs - first), logits + row * outputs + first);
-              }
-            });
-#pragma omp barrier
-    const Range mine = share(rows, thread, team);
-    for (int64_t n = mine.first; n < mine.last; n++)
-      largest(logits + n * outputs, outputs, count, gains + n * count, index + n * count);
-  }
-}
-
-void plain_product(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, bf16* y,
-                   int64_t threads) {
-#pragma omp parallel num_threads(threads)
-  {
-    const Range range = share((outputs + LANES - 1) / LANES, omp_get_thread_num(), omp_get_num_threads());
-    product(w, x, rows, inputs, range, [&](int64_t row, int64_t panel, const Vec* sums, int panels) {
-      for (int p = 0; p < panels; p++) {
-        alignas(32) bf16 all[LANES];
-        narrow(all, scaled(sums[p], w, panel + p));
-        const int64_t first = (panel + p) * LANES;
-        std::memcpy(y + row * outputs + first, all, sizeof(bf16) * std::min<int64_t>(LANES, outputs - first));
-      }
-    });
-  }
-}
-
-template <class T>
-void pack(const T* w, int64_t outputs, int64_t inputs, T* out) {
-#pragma omp parallel for
-  for (int64_t panel = 0; panel < (outputs + LANES - 1) / LANES; panel++)
-    for (int64_t k = 0; k < inputs; k += 2)
-      for (int64_t lane = 0; lane < LANES; lane++)
-        for (int64_t i = 0; i < 2; i++) {
-          const int64_t o = panel * LANES + lane;
-          out[((panel * inputs + k) * LANES) + 2 * lane + i] = o < outputs ? w[o * inputs + k + i] : T(0);
-        }
-}
-
-void forward(const Model& m, const Call& c) {
+// All layers of `m` on the rows of `c`.
+void specctl_forward(const Model& m, const Call& c) {
   static thread_local Scratch scratch;
   const int64_t rows = c.batch * c.rows, group = m.heads / m.kv_heads, all = m.heads + 2 * m.kv_heads;
   const int64_t width = all * m.dim, wide = (c.span + LANES - 1) / LANES * LANES;
@@ -562,9 +586,8 @@ void forward(const Model& m, const Call& c) {
     };
     const auto tapped = [&](int64_t layers) {
       const Range range = mine(rows);
-      if (c.taps[layers])
-        copied(c.taps[layers] + range.first * m.hidden, x + range.first * m.hidden,
-               (range.last - range.first) * m.hidden);
+      if (bf16* out = c.taps[layers])
+        for (int64_t i = range.first * m.hidden; i < range.last * m.hidden; i += LANES) narrow(out + i, load(x + i));
     };
     tapped(0);
     if (!c.entered) normed(m.layer[0].input_norm);
@@ -646,49 +669,5 @@ void forward(const Model& m, const Call& c) {
                   (range.last - range.first) * m.hidden * sizeof(bf16));
   }
 }
-
-}  // namespace
-
-extern "C" {
-
-// W [outputs, inputs] in panels. `out` has room for the outputs rounded up to a multiple of 16.
-void specctl_pack(const bf16* w, int64_t outputs, int64_t inputs, bf16* out) { pack(w, outputs, inputs, out); }
-
-void specctl_pack_int8(const int8_t* w, int64_t outputs, int64_t inputs, int8_t* out) {
-  pack(w, outputs, inputs, out);
-}
-
-// y [rows, outputs] = x [rows, inputs] Wᵀ + bias.
-void specctl_product(const Weights* w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, bf16* y,
-                     int64_t threads) {
-  plain_product(*w, x, rows, outputs, inputs, y, threads);
-}
-
-// The same product in fp32, `logits`, and of each row the `count` largest log probabilities and their places.
-void specctl_candidates(const Weights* w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, float* logits,
-                        int64_t count, float* gains, int64_t* index, int64_t threads) {
-  candidates(*w, x, rows, outputs, inputs, logits, count, gains, index, threads);
-}
-
-// The first place of the largest of each row of logits [rows, size].
-void specctl_argmax(const bf16* logits, int64_t rows, int64_t size, int64_t* index) {
-  for (int64_t n = 0; n < rows; n++) index[n] = argmax(logits + n * size, size);
-}
-
-// Of each row of logits [rows, size], 1 if it is a distribution: no NaN, and a finite maximum. Otherwise 0.
-void specctl_finite(const bf16* logits, int64_t rows, int64_t size, uint8_t* out) {
-  for (int64_t n = 0; n < rows; n++) {
-    const bf16* row = logits + n * size;
-    bool nan = false;
-    for (int64_t i = 0; i < size; i++) nan |= (row[i] & 0x7fff) > 0x7f80;
-    out[n] = !nan && __builtin_isfinite(largest_of(row, size));
-  }
-}
-
-int64_t specctl_sample(const bf16* logits, int64_t size, float inv_temp, double u) {
-  return sample(logits, size, inv_temp, u);
-}
-
-void specctl_forward(const Model* model, const Call* call) { forward(*model, *call); }
 
 }  // extern "C"
