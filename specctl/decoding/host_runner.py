@@ -60,7 +60,6 @@ class HostRunner:
     def play(self, state: DecodeState, proposer: Proposer) -> None:
         """Run one round and report it. Sequences that the proposer cannot draft for are failed."""
         state.rounds += 1
-        before = {b: len(state.rows[b].ids) for b in state.live}
         began = self.clock()
         try:
             draft = proposer.propose(state, budget_for(self.share_rows, state, proposer))
@@ -74,8 +73,7 @@ class HostRunner:
         for drafter in state.memory:
             if isinstance(drafter, ReadsVerdicts):
                 drafter.read_verdict(state, draft, verdict)
-        state.commit(verdict)
-        counts = {b: verdict.counts(b, len(state.rows[b].ids) - length) for b, length in before.items()}
+        counts = state.commit(verdict)
         self.report(state, RoundResult(counts, self.clock() - began, draft, verdict))
 
     def _fail_undraftable(self, state: DecodeState, proposer: Proposer, error: Exception) -> None:

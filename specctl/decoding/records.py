@@ -263,11 +263,6 @@ class Verdict:
     chain: bool
     failed: dict[int, Exception] = field(default_factory=dict)
 
-    def counts(self, b: int, committed: int) -> Counts:
-        """Counts of this round for sequence b, which has grown by `committed` tokens."""
-        accepted, whole = min(len(self.paths[b]), committed), committed == len(self.committed[b])
-        return Counts(committed, accepted, self.depths[b], whole)
-
     def predicting(self, states: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
         """Rows of `states` [B, 1 + n, ·] (logits or hidden) that predicted the first `counts[b]` committed tokens of
         each sequence b: one tensor [counts[b], ·] per sequence."""

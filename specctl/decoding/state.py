@@ -12,7 +12,7 @@ from torch import Tensor
 from specctl.decoding.cache import KVCache, select_rows
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.pages import page_names
-from specctl.decoding.records import Request, Sequence, Verdict
+from specctl.decoding.records import Counts, Request, Sequence, Verdict
 from specctl.decoding.sampling import Draws
 from specctl.decoding.target import Target
 
@@ -314,8 +314,10 @@ class DecodeState:
         for slot, token in zip(slots, first, strict=True):
             self._extend(self.rows[slot], [token])
 
-    def commit(self, verdict: Verdict) -> None:
-        """Append the committed tokens; keep only the cache rows and features of the accepted paths."""
+    def commit(self, verdict: Verdict) -> dict[int, Counts]:
+        """Append the committed tokens; keep only the cache rows and features of the accepted paths. Returns the counts
+        of every slot that took part."""
+        counts = {}
         if self.hidden is not None:
             self._keep_hidden(verdict)
         for b, row in enumerate(self.rows):
@@ -323,23 +325,26 @@ class DecodeState:
                 continue
             if b in verdict.failed:
                 row.fail(verdict.failed[b])
+                counts[b] = Counts(0, 0, verdict.depths[b], False)
                 continue
             path, start = verdict.paths[b], len(row.ids) - 1
             if not verdict.chain:
                 self.cache.compact(b, start, path)
             if self.features is not None and verdict.tapped is not None:
                 self._keep_features(b, start, path, verdict)
-            self.book(row, verdict.committed[b], verdict.depths[b], verdict.stops[b] == "rejected")
+            counts[b] = self.book(row, verdict.committed[b], verdict.depths[b], verdict.stops[b] == "rejected")
             if row.stop is not None:
                 verdict.stops[b] = row.stop
+        return counts
 
-    def book(self, row: Sequence, committed: list[int], depth: int, rejected: bool) -> None:
+    def book(self, row: Sequence, committed: list[int], depth: int, rejected: bool) -> Counts:
         """Append the committed tokens of a round to `row` and count the round. `depth` is the depth of its draft;
         `rejected` says that the target disagreed with the draft after the accepted tokens."""
         kept = self._extend(row, committed)
         accepted = min(len(committed) - 1, kept)
         rejected = rejected and kept > accepted and depth > accepted
         row.count(accepted, accepted + rejected, rejected, depth)
+        return Counts(kept, accepted, depth, kept == len(committed))
 
     def _keep_features(self, b: int, start: int, path: list[int], verdict: Verdict) -> None:
         assert self.features is not None and verdict.tapped is not None

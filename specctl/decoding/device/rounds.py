@@ -67,11 +67,6 @@ def device_rounds(
     return rounds if rounds.supports(drafter) else None
 
 
-def shape_of(drafter: Proposer, batch: int) -> graphs.Shape:
-    """Shape of a drafter's rounds (kind, initial batch size), for which graphs may be refused on a device."""
-    return drafter.kind, batch
-
-
 @dataclass
 class Track:
     """Tensors and graphs for the rounds of one drafter. `sequences` shares its tensors with the other tracks."""
@@ -137,7 +132,7 @@ class DeviceRounds:
             return True
         if not drafter.fixed_shape or drafter in self.failed or key in self.refused:
             return False
-        capturable = not self.capture or graphs.may_capture(self.state.device, shape_of(drafter, self.batch))
+        capturable = not self.capture or graphs.may_capture(self.state.device, (drafter.kind, self.batch))
         if capturable and self._draft_of(drafter) is not None:
             return True
         self.refused.add(key)
@@ -294,14 +289,11 @@ class DeviceRounds:
         for b, (row, booking) in enumerate(zip(self.state.rows, parse_record(round.tolist()), strict=True)):
             if row.stop is not None:
                 continue
-            before = len(row.ids)
             if booking.usable:
-                self.state.book(row, booking.committed, booking.depth, booking.rejected)
+                counts[b] = self.state.book(row, booking.committed, booking.depth, booking.rejected)
             else:
                 row.fail(not_finite(self.target))
-            kept = len(row.ids) - before
-            accepted = min(len(booking.committed) - 1, kept)
-            counts[b] = Counts(kept, accepted, booking.depth, kept == len(booking.committed))
+                counts[b] = Counts(0, 0, booking.depth, False)
         return RoundResult(counts, round.seconds)
 
     def wait(self) -> None:
@@ -340,7 +332,7 @@ class DeviceRounds:
         for key in [key for key in self.tracks if key[0] is drafter]:
             del self.tracks[key]
         self._rest(lambda: drafter.invalidate(self.state))
-        graphs.refuse(self.state.device, shape_of(drafter, self.batch))
+        graphs.refuse(self.state.device, (drafter.kind, self.batch))
         reason = [type(error).__name__, *str(error).strip().splitlines()][-1]
         advice = "restart if it fails again: an interrupted capture may keep GPU memory allocated"
         warnings.warn(
