@@ -29,6 +29,7 @@ from .rows import (
     probabilities,
     search,
     to_working_precision,
+    token_probability,
     without_nan,
 )
 
@@ -281,10 +282,11 @@ def accept_chain(
 ) -> tuple[Tensor, Tensor]:
     reference.check_rule(rule)
     batch, n = tokens.shape
-    row = torch.arange(batch)[:, None]
+    row = torch.arange(batch)
     depth = torch.arange(n)
-    p_token = _probability(p, row * (n + 1) + depth, tokens)
-    q_token = _probability(q, row * n + depth, tokens)
+    following = torch.nn.functional.pad(tokens, (0, 1)).view(-1, 1)  # the row after the last draft token is left out
+    p_token = token_probability(p, following).view(batch, n + 1)[:, :n]
+    q_token = token_probability(q, tokens.reshape(-1, 1)).view(batch, n)
     if rule == "token":
         accept = (u_accept * q_token < p_token) & (depth < count[:, None])
         accepted = accept.long().cumprod(-1).sum(-1)
@@ -294,11 +296,11 @@ def accept_chain(
         accepted = reference.block_accepted(share, _excess(p, q, share), count, u_accept)
 
     # One row per sequence is needed in full: at the rejected position, or after the whole draft.
-    following = p.take(row[:, 0] * (n + 1) + accepted)
-    drafted = q.take(row[:, 0] * n + accepted.clamp(max=n - 1)) if n else q
+    after = p.take(row * (n + 1) + accepted)
+    drafted = q.take(row * n + accepted.clamp(max=n - 1)) if n else q
     rejected, u, drawn = accepted < count, u_next.gather(1, accepted[:, None])[:, 0], []
-    for at, part, (scores, weight, residual) in _chunks(following.logits, 3):
-        _dense(following, at, part, scores, weight)
+    for at, part, (scores, weight, residual) in _chunks(after.logits, 3):
+        _dense(after, at, part, scores, weight)
         if bool(rejected[at].any()):
             _dense(drafted, at, drafted.logits[at], scores, residual)
             scaled = weight if share is None else torch.mul(weight, share.gather(1, accepted[:, None])[at], out=scores)
@@ -319,14 +321,6 @@ def _excess(p: Rows, q: Rows, share: Tensor) -> Tensor:
         drafted = probabilities(q.take((places[0] * n + places[1]).flatten()))
         excess[:, 1:n] = (target * share[:, 1:n].reshape(-1, 1)).sub_(drafted).clamp_(min=0).sum(-1).view(batch, n - 1)
     return excess
-
-
-def _probability(rows: Rows, index: Tensor, token: Tensor) -> Tensor:
-    """p(token) in the row at `index`, both of one shape."""
-    scores = rows.logits[index, token] * rows.inv_temp[index]
-    p = (scores - rows.lse[index]).exp().masked_fill_(~(scores >= rows.cut[index]), 0.0)  # not <: the score may be NaN
-    greedy = rows.greedy[index]
-    return torch.where(greedy >= 0, (greedy == token).to(p.dtype), p)
 
 
 def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,6 @@ from .rows import (
     DraftRows,
     Rows,
     as_rows,
-    draft_ids,
-    draft_scores,
     in_blocks,
     inverse_cdf,
     probabilities,
@@ -305,7 +303,10 @@ def drafter_feedback(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Dr
 
     fields = []
     for draft in drafts:
-        scores, ids = draft_scores(draft), draft_ids(draft)
+        scores = without_nan(to_working_precision(draft.logits.detach()))
+        if draft.inv_temp is not None:
+            scores = scores * draft.inv_temp.to(scores.dtype)[:, None]
+        ids = torch.arange(scores.shape[1], device=scores.device) if draft.ids is None else draft.ids
         drafted = scores.softmax(-1).to(p_dense.dtype)
         q = p_dense.new_zeros(rows, vocabulary).index_copy(1, ids, drafted)
         log_q = q.clamp_min(TINY).log()

@@ -65,17 +65,6 @@ def as_rows(logits: Tensor, filters: tuple[Tensor, Tensor, Tensor]) -> tuple[Ten
     return logits.flatten(0, 1), temperature, top_k, top_p
 
 
-def draft_scores(draft: DraftRows) -> Tensor:
-    """Scores [R, Vd] of q: their softmax is q."""
-    scores = without_nan(to_working_precision(draft.logits.detach()))
-    return scores if draft.inv_temp is None else scores * draft.inv_temp.to(scores.dtype)[:, None]
-
-
-def draft_ids(draft: DraftRows) -> Tensor:
-    """The target id of every draft token, [Vd]."""
-    return torch.arange(draft.logits.shape[1], device=draft.logits.device) if draft.ids is None else draft.ids
-
-
 def nan_count(logits: Tensor) -> Tensor:
     """[R] int64: number of NaN in each row of `logits` [R, V]. The kernels silently treat NaN as −inf."""
     return logits.isnan().sum(-1)
