@@ -20,7 +20,7 @@ from specctl.decoding.models.gguf_target import Weight
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
 from specctl.decoding.models.linear import Linear, VocabularyHead
 from specctl.decoding.models.loading import is_gguf, pick_dtype
-from specctl.decoding.models.native import PRODUCTS, Packed, fits, native_step
+from specctl.decoding.models.native import PRODUCTS, fits, native_step
 from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import DENSE, ropes
 from specctl.decoding.pages import PagePool, PoolLayout
@@ -198,16 +198,14 @@ class LeanModel:
                 parameter.data = parameter.new_empty(0)
         self.norm = RMSNorm(body.norm.weight, config.rms_norm_eps, self.dtype)
         normed = any(layer.q_norm is not None for layer in self.layers)
-        self.inner = len(part.of(config.intermediate_size))
-        self._shape = LayerShape(self.hidden_size, self.inner, self.heads, self.kv_heads, self.head_dim, normed)
+        inner = len(part.of(config.intermediate_size))
+        self._shape = LayerShape(self.hidden_size, inner, self.heads, self.kv_heads, self.head_dim, normed)
         self.vocab_size = self.embedding.shape[0]
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.head = VocabularyHead(_quantized(stored, head) or model.lm_head.weight, model.lm_head.bias)
         self._rotary = body.rotary_emb
         self._rope: Rope | None = None
-        sizes = self.hidden_size, self.inner, self.heads, self.kv_heads, self.head_dim, self.scale
-        packed = Packed(self.dtype, self.device, self.layers, self.norm, *sizes)
-        self._native = native_step(packed) if self.part.count == 1 else None
+        self._native = native_step(self.layers, self.norm, self._shape) if self.part.count == 1 else None
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         cache = KVCache(

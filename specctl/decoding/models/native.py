@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,31 +12,13 @@ from specctl.decoding.models.layers import RMSNorm
 from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
 from specctl.kernels import native
+from specctl.kernels.self_check import LayerShape
 
 ROWS = 64  # most rows, over all sequences; beyond, PyTorch's attention over blocks of keys is faster
 
 
 PRODUCTS = "qkv", "o", "gate_up", "down"
 NORMS = "input_norm", "post_norm", "q_norm", "k_norm"
-
-
-class Packed(NamedTuple):
-    """Layers of a model or draft head for the C++ step, and their sizes.
-
-    Attributes:
-        norm: norm of the last layer's output, if it has one.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    layers: list[Any]
-    norm: RMSNorm | None
-    hidden_size: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
 
 
 class NativeStep:
@@ -46,28 +28,29 @@ class NativeStep:
         keepalive: keeps alive all tensors and objects that the structures point to.
     """
 
-    def __init__(self, model: Packed, library: ctypes.CDLL, int8: bool):
-        self.library, self.dtype = library, model.dtype
+    def __init__(
+        self, library: ctypes.CDLL, layers: Sequence[Any], norm: RMSNorm | None, shape: LayerShape, int8: bool
+    ):
+        self.library = library
         self.keepalive: list[object] = []
-        self.layers = (native.StepLayer * len(model.layers))()
-        for at, layer in zip(self.layers, model.layers, strict=True):
+        self.layers = (native.StepLayer * len(layers))()
+        for at, layer in zip(self.layers, layers, strict=True):
             for name in PRODUCTS:
                 product = _product(layer, name, int8)
                 self.keepalive.append(product)
                 setattr(at, name, product.weights)
             for name in NORMS:
-                norm = getattr(layer, name, None)
-                self._point(at, name, None if norm is None else norm.weight)
-        first = model.layers[0]
+                self._point(at, name, getattr(layer, name, None))
+        inputs = _product(layers[0], "qkv", int8).inputs
         self.model = native.StepModel(
-            *(model.hidden_size, model.inner, model.heads, model.kv_heads, model.head_dim, len(model.layers)),
-            *(_product(first, "qkv", int8).inputs, first.post_norm.eps, model.scale, self.layers),
+            *(shape.hidden, shape.inner, shape.heads, shape.kv_heads, shape.dim, len(layers), inputs),
+            *(layers[0].post_norm.eps, shape.dim**-0.5, self.layers),
         )
-        self._point(self.model, "final_norm", None if model.norm is None else model.norm.weight)
+        self._point(self.model, "final_norm", norm)
 
-    def _point(self, at: ctypes.Structure, name: str, tensor: Tensor | None) -> None:
-        if tensor is not None:
-            tensor = tensor.contiguous()
+    def _point(self, at: ctypes.Structure, name: str, norm: RMSNorm | None) -> None:
+        if norm is not None:
+            tensor = norm.weight.contiguous()
             self.keepalive.append(tensor)
             setattr(at, name, tensor.data_ptr())
 
@@ -92,7 +75,7 @@ class NativeStep:
         """
         batch, rows = plan.positions.shape
         count = len(self.layers)
-        y = torch.empty(x.shape, dtype=self.dtype)
+        y = torch.empty(x.shape, dtype=torch.bfloat16)
         tapped = {tap: torch.empty_like(y) for tap in taps}
         addresses = (ctypes.c_void_p * (count + 1))(
             *(tapped[i].data_ptr() if i in tapped else None for i in range(count + 1))
@@ -108,7 +91,7 @@ class NativeStep:
             assert entered.is_contiguous() and entered.shape[1] == self.model.inputs
             call.entered = entered.data_ptr()
         if (mask := plan.mask) is not None:
-            assert mask.dtype == self.dtype and mask.stride(3) == 1
+            assert mask.dtype == y.dtype and mask.stride(3) == 1
             call.mask = mask.data_ptr()
             call.mask_sequence = mask.stride(0) if mask.shape[0] > 1 else 0
             call.mask_row = mask.stride(2) if mask.shape[2] > 1 else 0
@@ -124,19 +107,24 @@ def _product(layer: Any, name: str, int8: bool) -> native.NativeProduct:
     return product
 
 
-def native_step(model: Packed, int8: bool = False) -> NativeStep | None:
-    """Build the C++ step of a model, or return None if C++ cannot compute it.
+def native_step(
+    layers: Sequence[Any], norm: RMSNorm | None, shape: LayerShape, int8: bool = False
+) -> NativeStep | None:
+    """Build the C++ step of a model's or draft head's layers, or return None if C++ cannot compute them.
 
     Args:
+        layers: have the products and norms of a decoder layer. A learner's model has none.
+        norm: norm of the last layer's output, if it has one.
+        shape: sizes of every layer.
         int8: use the int8 weights of `DraftLinear`.
     """
-    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not model.layers:  # a learner loads no layers
+    kept = "int8" if int8 else "native"
+    products = [getattr(getattr(layer, name), kept, None) for layer in layers for name in PRODUCTS]
+    # Only bf16 products on a CPU are native.
+    if not products or not all(isinstance(product, native.NativeProduct) for product in products):
         return None
-    library, kept = native.library(), "int8" if int8 else "native"
-    products = [getattr(getattr(layer, name), kept, None) for layer in model.layers for name in PRODUCTS]
-    if library is None or not all(isinstance(product, native.NativeProduct) for product in products):
-        return None
-    return NativeStep(model, library, int8) if fits(model.hidden_size, model.inner, model.head_dim) else None
+    library = native.library() if fits(shape.hidden, shape.inner, shape.dim) else None
+    return None if library is None else NativeStep(library, layers, norm, shape, int8)
 
 
 def fits(hidden: int, inner: int, head_dim: int) -> bool:

@@ -15,7 +15,7 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.device.device_batch import CommittedSlots
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
 from specctl.decoding.models.linear import DraftLinear, Linear
-from specctl.decoding.models.native import PRODUCTS, NativeStep, Packed, native_step
+from specctl.decoding.models.native import PRODUCTS, NativeStep, native_step
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState, lagging_sequences
@@ -319,10 +319,7 @@ class FeatureLayer(FeatureReader):
         layers = [self, *self.upper]
         products = tuple(getattr(layer, name) for layer in layers for name in PRODUCTS)
         if self._native is None or self._native[0] != products:  # an adapted twin has other products
-            shape = self.shape_of_layer
-            sizes = self.size, shape.inner, self.heads, self.kv_heads, self.dim, self.dim**-0.5
-            packed = Packed(self.dtype, self.device, layers, self.output_norm, *sizes)
-            self._native = products, native_step(packed, int8=True)
+            self._native = products, native_step(layers, self.output_norm, self.shape_of_layer, int8=True)
         step = self._native[1]
         near = self.window is None or plan.span <= self.window
         return step if step is not None and near and not any(cache.skipped) and step.supports(cache, plan) else None
