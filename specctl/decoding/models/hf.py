@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specctl.decoding.cache import KVCache
@@ -111,32 +111,6 @@ class _CacheLayer(CacheLayerMixin):
         return self.store.capacity
 
 
-class _Shapes(CacheLayerMixin):
-    """Cache layer that stores nothing but records the shape and device of a layer's keys and values."""
-
-    is_sliding = False
-    heads = dim = 0
-    device: torch.device | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """No-op: this layer stores nothing."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        self.heads = max(key_states.shape[1], value_states.shape[1])
-        self.dim = max(key_states.shape[3], value_states.shape[3])
-        self.device = key_states.device
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
 class _States(BaseModelOutputWithPast):
     """Decoder output with hidden states only. Other fields that an architecture may read are None."""
 
@@ -201,18 +175,19 @@ class HFModel:
         self.num_layers = config.num_hidden_layers
         self.window = window_size(config)
         self.mixed = len(set(getattr(config, "layer_types", None) or [])) > 1
-        shapes = self._shapes()
-        self.kv_heads, self.head_dim = max(s.heads for s in shapes), max(s.dim for s in shapes)
-        self.layer_devices = [shape.device or self.device for shape in shapes]
+        stored = self._stored()
+        shapes = [part.shape for pair in stored if pair is not None for part in pair]
+        self.kv_heads, self.head_dim = max(shape[1] for shape in shapes), max(shape[3] for shape in shapes)
+        self.layer_devices = [self.device if pair is None else pair[0].device for pair in stored]
 
     @torch.no_grad()
-    def _shapes(self) -> list[_Shapes]:
-        """Probe each layer with one token for the shapes it stores: no configuration field gives them for all
-        architectures."""
-        shapes: list[Any] = [_Shapes() for _ in range(self.num_layers)]
+    def _stored(self) -> list[tuple[Tensor, Tensor] | None]:
+        """Keys and values [1, heads, 1, D] of each layer for one token, None for a layer that stores nothing. No
+        configuration field gives their shapes for all architectures."""
+        layers: list[Any] = [DynamicLayer() for _ in range(self.num_layers)]
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self.body(input_ids=token, position_ids=token, past_key_values=Cache(layers=shapes), use_cache=True)
-        return shapes
+        self.body(input_ids=token, position_ids=token, past_key_values=Cache(layers=layers), use_cache=True)
+        return [(layer.keys, layer.values) if layer.is_initialized else None for layer in layers]
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         shape = (batch, self.kv_heads, capacity, self.head_dim)
