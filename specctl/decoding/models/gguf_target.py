@@ -9,9 +9,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
-import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from specctl.decoding.models import gguf_file, gguf_tokenizer
 from specctl.decoding.models.gguf_file import GGUFContents, StoredTensor
 from specctl.errors import CheckpointError
 from specctl.kernels.native import GroupedWeights
+from specctl.runs import atomic_write
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """GGUF's architecture names, which are also `transformers`' model types, and their model classes."""
@@ -62,10 +60,12 @@ def directory(name: str) -> Path:
         digest.update(dequantised(contents.tensors[FREQUENCIES], torch.float32).numpy().tobytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specctl" / "gguf"
     place = cache / digest.hexdigest()[:32]
-    if not place.is_dir():
+    if not (place / "config.json").is_file():  # the last file to be written
         files = _files(name, contents)
         try:
-            _write(place, files)
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for each, text in files.items():
+                atomic_write(place / each, text)
         except OSError as error:
             raise CheckpointError(
                 f"target {name}: {cache} cannot be written: {error.strerror}",
@@ -75,7 +75,7 @@ def directory(name: str) -> Path:
 
 
 def _files(name: str, contents: GGUFContents) -> dict[str, str]:
-    """Contents of every file of a cached directory, by name."""
+    """Contents of every file of a cached directory, by name. config.json is the last."""
     config = configuration(name, contents)
     _expected(name, contents, config)
     tokenizer = gguf_tokenizer.build(name, contents.metadata, config["vocab_size"])
@@ -85,25 +85,10 @@ def _files(name: str, contents: GGUFContents) -> dict[str, str]:
         config["eos_token_id"] = tokenizer.ends
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
     return {
-        "config.json": json.dumps(config, indent=1),
-        "generation_config.json": json.dumps(generation, indent=1),
         **tokenizer.files(config["max_position_embeddings"]),
+        "generation_config.json": json.dumps(generation, indent=1),
+        "config.json": json.dumps(config, indent=1),
     }
-
-
-def _write(place: Path, files: dict[str, str]) -> None:
-    """Create a directory with these files atomically. Another process may write the same directory at the same time."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".", dir=place.parent))
-    try:
-        for name, text in files.items():
-            (temporary / name).write_text(text)
-        with suppress(OSError):
-            temporary.rename(place)
-        if not place.is_dir():
-            raise OSError(0, f"{place} was not created")
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def configuration(name: str, contents: GGUFContents) -> dict[str, Any]:

@@ -35,10 +35,9 @@ SPLITS: dict[str, tuple[str, ...]] = {
 }
 """How a text is split before merges, by `tokenizer.ggml.pre`. Each expression splits the pieces left by the previous
 one."""
-WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
-"""Vocabularies in which a whole word is looked up before merges are applied to it."""
-BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
-"""Vocabularies that begin a text with a token by default, if the metadata do not say."""
+LIKE_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
+"""Vocabularies that look a whole word up before merges are applied to it, and begin a text with a token by default, if
+the metadata do not say."""
 ENDS = {
     "<|eot_id|>",
     "<|im_end|>",
@@ -115,7 +114,7 @@ def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
     try:
         model = _byte_level(name, metadata, tokens, pre) if kind == "gpt2" else _sentencepiece(metadata, tokens, kinds)
         _add_special(model, tokens, kinds)
-        _add_ends(model, metadata, tokens, special, begins=kind == "llama" or pre in BEGINS)
+        _add_ends(model, metadata, tokens, special, begins=kind == "llama" or pre in LIKE_LLAMA3)
         document = model.to_str()
     except CheckpointError:
         raise
@@ -159,7 +158,7 @@ def _byte_level(name: str, metadata: dict[str, Any], tokens: list[str], pre: Any
         cut = merge.find(" ", 1)  # the first part may be a space
         merges.append((merge[:cut], merge[cut + 1 :]))
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    model = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in WHOLE_WORDS))
+    model = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in LIKE_LLAMA3))
     splits = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in SPLITS[pre]]
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
