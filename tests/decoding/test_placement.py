@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import importlib.util
 import itertools
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specctl.decoding import target as target_module
 from specctl.decoding.cache import KVCache
-from specctl.decoding.models import loading
 from specctl.decoding.models.hf import ShardedCache
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.models.loading import own_gpus, pick_device
@@ -131,15 +129,6 @@ def test_a_device_map_of_one_device_keeps_the_text(prompts):
     ]
     if mapped.device.type == "cpu":
         assert mapped.path == "lean"
-
-
-def test_a_device_map_without_accelerate_names_the_package(monkeypatch):
-    monkeypatch.setattr(
-        loading, "find_spec", lambda name: None if name == "accelerate" else importlib.util.find_spec(name)
-    )
-    with pytest.raises(UsageError, match="accelerate"):
-        load_target("builtin", device_map="auto")
-    assert load_target("builtin", device="cpu").device == CPU
 
 
 def test_a_target_that_spills_out_of_the_gpus_is_refused(monkeypatch):

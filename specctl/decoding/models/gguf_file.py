@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from specctl import regular_files
-from specctl.errors import CheckpointError, UsageError
+from specctl.errors import CheckpointError
 
 VERSIONS = (2, 3)
 MOST_HEADER = 2**27  # bytes; a vocabulary of 250,000 tokens takes 10 MB
@@ -215,14 +215,9 @@ class _Reader:
 
 @functools.cache
 def _blocks() -> dict[int, tuple[str, int, int] | str]:
-    """Name, values per block and bytes per block, by type number. For types that cannot be dequantized, only the name.
-
-    UsageError if the `gguf` package is missing.
-    """
-    try:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-    except ImportError as error:
-        raise UsageError("a GGUF target needs the gguf package", "pip install 'gguf>=0.17.1'") from error
+    """Name, values per block and bytes per block, by type number. For types that cannot be dequantized, only the
+    name."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     found: dict[int, tuple[str, int, int] | str] = {}
     for kind in GGMLQuantizationType:

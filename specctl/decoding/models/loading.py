@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -367,10 +366,6 @@ def load_generation_config(name: str, config: Any, *, revision: str | None = Non
 def _placement(device: torch.device, source: Source) -> dict[str, Any]:
     """Placement arguments for `from_pretrained`. A device map uses only this process' GPUs, up to their free memory or
     the limit of `source`."""
-    if find_spec("accelerate") is None:
-        if source.device_map is None:
-            return {}
-        raise UsageError("target.device_map needs the package accelerate", "pip install accelerate")
     if device.type == "cpu":
         return {"device_map": source.device_map}
     if source.device_map is None:
