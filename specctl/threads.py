@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specctl import progress
@@ -96,7 +96,7 @@ def step_threads(flops: float) -> Iterator[None]:
     """
     import torch
 
-    before, outer = torch.get_num_threads(), _outermost.available
+    before, outer = torch.get_num_threads(), getattr(_outermost, "available", None)
     if _settled():
         yield
         return
@@ -109,13 +109,9 @@ def step_threads(flops: float) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Outermost(threading.local):
-    """Number of threads outside of the outermost `step_threads`, for each thread: so is PyTorch's number."""
-
-    available: int | None = None
-
-
-_outermost = _Outermost()
+_outermost = threading.local()
+"""`available` is the number of threads outside of the outermost `step_threads`, for each thread: so is PyTorch's
+number."""
 
 
 def resume_threads(count: int | None) -> None:
@@ -144,7 +140,7 @@ def read_cpu_facts(
         return facts
     others = OtherProcesses(allowed, root)
     time.sleep(WATCH_SECONDS)
-    return CpuFacts(default, len(allowed), facts.quota, others.busy() or 0.0)
+    return replace(facts, busy=others.busy() or 0.0)
 
 
 def reason_for_fewer(facts: CpuFacts) -> str:
