@@ -198,11 +198,7 @@ def plan_rows(
         mask[0, 0, :, base[0] :].masked_fill_(~visible[0], MINUS_INF)
         return Plan(base, positions, width, mask, False, contiguous)
     starts = torch.tensor(base, device=device) if starts is None else starts
-    if visible is None:
-        relative = torch.arange(width, device=device) - starts.view(batch, 1, 1)
-        allowed = relative <= torch.arange(rows, device=device).view(1, rows, 1)
-    else:
-        allowed = _allowed(starts, visible, width)
+    allowed = Ancestry(starts, rows).allowed(rows, width) if visible is None else _allowed(starts, visible, width)
     return Plan(base, positions, width, _additive(allowed, dtype), False, contiguous)
 
 

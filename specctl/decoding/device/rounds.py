@@ -121,10 +121,6 @@ class DeviceRounds:
     def sequences(self) -> DeviceBatch:
         return self.active.sequences
 
-    @property
-    def graphs(self) -> graphs.Graphs:
-        return self.active.graphs
-
     def supports(self, drafter: Proposer) -> bool:
         """Whether rounds of this drafter can run here. Rounds of another drafter may, even if these cannot."""
         key = drafter, self.state.batch
@@ -232,8 +228,8 @@ class DeviceRounds:
         """Launch a round."""
         span, state = self._span(), self.state
         if self.capture:
-            state.replays += self.graphs.play(self.round, span)
-            began = self.graphs.began
+            state.replays += self.active.graphs.play(self.round, span)
+            began = self.active.graphs.began
         else:
             began = graphs.DeviceTime(state.device)
             self.round(span)

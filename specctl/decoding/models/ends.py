@@ -99,7 +99,8 @@ class ModelEnds(nn.Module):
             tensor = files.tensor(name).to(device, dtype)
             module.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
 
-        tied = self.outputs.weight is self.inputs.weight or _says_tied(self.config)
+        parts = self.config, self.config.get_text_config()
+        tied = self.outputs.weight is self.inputs.weight or any(getattr(x, "tie_word_embeddings", False) for x in parts)
         place = files.find(EMBEDDINGS, tuple(self.inputs.weight.shape), self.embedding_name)
         read(self.inputs, "weight", place, self.embedding_name)
         assert place is not None
@@ -118,10 +119,6 @@ class ModelEnds(nn.Module):
         for key in set(dict(self.outputs.named_parameters())) - {"weight"}:
             name = f"{(head or end).removesuffix('weight')}{key}"
             read(self.outputs, key, name, name)
-
-
-def _says_tied(config: Any) -> bool:
-    return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
 
 
 def load_ends(
