@@ -15,9 +15,8 @@ from torch import Tensor
 from specctl import processes
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models import gguf_target, lean, target_adapter
-from specctl.decoding.models.ends import ModelEnds
+from specctl.decoding.models.ends import LayerlessModel, ModelEnds, load_layerless
 from specctl.decoding.models.identity import adapter_digest
-from specctl.decoding.models.layerless import LayerlessModel, load_layerless
 from specctl.decoding.models.loading import (
     Source,
     first_line,

@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from specctl.decoding.models.ends import ModelEnds, model_on_meta
-from specctl.decoding.models.layerless import without_layers
+from specctl.decoding.models.ends import ModelEnds, model_on_meta, without_layers
 from specctl.decoding.models.supported import engine_only_reason
 from specctl.decoding.target import Target
 from specctl.drafters.family import load_family

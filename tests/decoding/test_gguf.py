@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 from specctl.decoding.models import gguf_blocks, gguf_file, gguf_target, gguf_tokenizer, identity
 from specctl.decoding.models.describe import describe
-from specctl.decoding.models.layerless import load_layerless
+from specctl.decoding.models.ends import load_layerless
 from specctl.decoding.models.loading import is_hub_id, load_config, load_model, load_tokenizer
 from specctl.decoding.models.parallel import Slice, load_slice
 from specctl.decoding.sampling import GREEDY

@@ -1,15 +1,30 @@
-"""Embedding, final norm and vocabulary head of a target that only engines run, from its safetensors files.
+"""A target's model without its layers: embedding, final norm and vocabulary head.
 
-`transformers` builds the model on the meta device, so that its own modules compute the norm (Gemma and Qwen3-Next store
-the factor minus one) and the logits (scales, caps). The tensors are found by the end of their name and by their shape.
+Training a draft head on features from another machine needs no more. For a 70B model in bf16 this is 4 GB instead of
+141 GB.
+
+For a target that only engines run, `transformers` builds the model on the meta device, so that its own modules compute
+the norm (Gemma and Qwen3-Next store the factor minus one) and the logits (scales, caps). The tensors are found by the
+end of their name and by their shape.
 """
 
-from typing import Any
+from __future__ import annotations
+
+import copy
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from specctl.decoding.models.loading import load_errors, load_generation_config, location
+from specctl.decoding.models import tensors
+from specctl.decoding.models.lean import LeanModel, unsupported_reason
+from specctl.decoding.models.loading import (
+    from_pretrained_of,
+    load_config,
+    load_errors,
+    load_generation_config,
+    location,
+)
 from specctl.decoding.models.weight_files import EMBEDDINGS, WeightFiles
 from specctl.errors import CheckpointError
 
@@ -87,7 +102,11 @@ class ModelEnds(nn.Module):
         return logits_of(self.tail[0], hidden)
 
     def fill(self, files: WeightFiles, target: str, device: torch.device, dtype: torch.dtype) -> None:
-        """Read the weights from the target's files. CheckpointError if a tensor is missing."""
+        """Read the weights from the target's files. CheckpointError if there are none, or a tensor is missing."""
+        if not files.files:
+            raise CheckpointError(
+                f"target {target} has no safetensors files", "put model.safetensors, or its parts, next to config.json"
+            )
 
         def read(module: nn.Module, key: str, name: str | None, otherwise: str) -> None:
             shape = tuple(module.get_parameter(key).shape)
@@ -121,18 +140,67 @@ class ModelEnds(nn.Module):
             read(self.outputs, key, name, name)
 
 
-def load_ends(
-    name: str, config: Any, *, device: torch.device, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
-) -> ModelEnds:
-    """Load the ends of the target `name`. CheckpointError if its files lack them, or the model has none that can be
-    used alone."""
-    with load_errors(name):
-        ends = ModelEnds(model_on_meta(config, trust_remote_code=trust_remote_code))
-        files = WeightFiles(location(name), revision)
-        if not files.files:
-            raise CheckpointError(
-                f"target {name} has no safetensors files", "put model.safetensors, or its parts, next to config.json"
-            )
-        ends.fill(files, name, device, dtype)
-    ends.generation_config = load_generation_config(name, config, revision=revision)
-    return ends.eval()
+class LayerlessModel:
+    """The parts of a `LeanModel` outside of the layers, or a `ModelEnds`. A forward needs layers, so it raises
+    RuntimeError."""
+
+    def __init__(self, model: LeanModel | ModelEnds):
+        self.dtype, self.device, self.hidden_size = model.dtype, model.device, model.hidden_size
+        self.embedding: Tensor = model.embedding
+        self.normed, self.logits = model.normed, model.logits
+
+    def new_cache(self, *_: Any) -> NoReturn:
+        _refuse()
+
+    def forward(self, *_: Any) -> NoReturn:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise RuntimeError("forward pass of a target that was loaded without its layers")
+
+
+def without_layers(config: Any) -> Any:
+    """A copy of a target's configuration for the model without its layers."""
+    ends = copy.deepcopy(config)
+    text = ends.get_text_config()
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    return ends
+
+
+def load_layerless(
+    name: str, *, device: torch.device, dtype: torch.dtype, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """Load a target without its layers, and without reading their tensors: as its `transformers` model if the lean step
+    computes it, with a configuration that keeps the number of layers, otherwise as a `ModelEnds`.
+
+    Raises CheckpointError: the files lack other tensors, or the architecture cannot be built without layers.
+    """
+    config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    if unsupported_reason(config) is not None:
+        with load_errors(name):
+            found = ModelEnds(model_on_meta(config, trust_remote_code=trust_remote_code))
+            found.fill(WeightFiles(location(name), revision), name, device, dtype)
+        found.generation_config = load_generation_config(name, config, revision=revision)
+        return found.eval()
+    with load_errors(name), tensors.quiet():  # the layers' tensors are unexpected here, as intended
+        loaded: Any = from_pretrained_of(name, config, dtype)(
+            config=without_layers(config),
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            **tensors.REPORT,
+        )
+    model, info = loaded
+    try:
+        tensors.check_loaded(f"target {name}", model, info)
+    except CheckpointError as error:
+        hint = f"{error.hint}; or load the whole target with features.whole_target=true"
+        raise CheckpointError(error.message, hint) from error
+    whole, ends = config.get_text_config(), model.config.get_text_config()
+    ends.num_hidden_layers = whole.num_hidden_layers
+    if getattr(whole, "layer_types", None):
+        ends.layer_types = whole.layer_types
+    return model.to(device).eval()
