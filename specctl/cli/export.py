@@ -76,7 +76,7 @@ def steps(recipe: ExportRecipe) -> list[str]:
         end = f"publish its documents to {servers}, replacing earlier ones" if servers else "print its command"
         return [f"verify {recipe.drafter}", end]
     tuned = [f"derive draft lengths by load from {recipe.tune}"] if recipe.tune else []
-    checked = [f"read it back and compare logits of draft steps 1 … {recipe.tokens}"] if recipe.check else []
+    checked = ["read it back and compare its weights"] if recipe.check else []
     pushed = [f"upload it to {recipe.push} on the Hugging Face hub"] if recipe.push else []
     return [f"verify {recipe.drafter}", f"write it for {recipe.to} to {recipe.output}", *tuned, *checked, *pushed]
 

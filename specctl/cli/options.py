@@ -196,7 +196,7 @@ FLAGS: dict[str, Flag] = {
         "Result of eval-server with a baseline server: derive draft lengths by load (vllm, sglang).",
         metavar="RESULT",
     ),
-    "check": Flag(("check",), bool, "Read the result back and compare logits."),
+    "check": Flag(("check",), bool, "Read the result back and compare its weights."),
     "push": Flag(("push",), str, "Upload the files to this repository of the Hugging Face hub.", metavar="OWNER/NAME"),
     "private": Flag(("private",), bool, "Create that repository as a private one."),
     "format": Flag(("format",), str, "Format of the head; auto detects it."),

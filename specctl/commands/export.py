@@ -63,9 +63,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
             )
         difference = None
         if recipe.check:
-            difference = roundtrip.check(
-                files.held or head, form.read(head_directory.read(draft), facts), recipe.tokens
-            )
+            difference = roundtrip.check(files.held or head, form.read(head_directory.read(draft), facts))
     pushed = push(place, recipe.push, recipe.private) if recipe.push is not None else None
     return ExportResult(
         drafter=str(recipe.drafter),

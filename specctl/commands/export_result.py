@@ -26,8 +26,8 @@ class ExportResult:
     Attributes:
         output: the output directory. It is the drafter's own directory, with no files written, if servers were given a
             corpus or the engine drafts from our format.
-        max_difference: largest difference between the original and the drafter read back from the output, over all
-            logits and activations of draft steps 1 … `tokens`; null without --check.
+        max_difference: largest difference between the weights of the original and of the drafter read back from the
+            output; null without --check.
         commands: shell commands that put the output to use.
         published: corpora that servers were given.
         pushed: address of the repository that has the files, or None without --push.

@@ -11,7 +11,7 @@ from specctl.distillation.prompts import read_prompts
 from specctl.drafters import checkpoint
 from specctl.drafters.blueprint import prefix_errors
 from specctl.drafters.family import load_family
-from specctl.formats import head_directory, registry, roundtrip
+from specctl.formats import head_directory, registry
 from specctl.formats.head import Head, TargetFacts
 from specctl.recipe import DraftingRecipe, ImportRecipe
 from specctl.runs import Run
@@ -62,7 +62,7 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
     for note in head.notes:
         progress.warn(f"{recipe.head}: {note}")
     with prefix_errors(source):
-        module = roundtrip.build_module(head)
+        module = load_family(head.family).restore({"architecture": head.architecture}, head.tensors)
     notes = list(head.notes)
     if recipe.probe.enabled and not target.whole:
         notes.append(f"the head was not tried: only an engine can run target {target.name}")

@@ -46,7 +46,7 @@ class Files:
 
     If `weights` is a GGUF file, `config` is its metadata and there is no config.json. With `base`, the directory is a
     copy of that model's directory. Then `tensors` replace its tensors of the same names, and `config` replaces some
-    keys. `held` is the head with the values in the files, if they are rounded.
+    keys. `held` is the head with the values in the files, if they differ.
     """
 
     config: dict[str, Any]

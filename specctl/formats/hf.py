@@ -1,5 +1,7 @@
 """Export an independent drafter as a plain `transformers` directory with the target's tokenizer."""
 
+from dataclasses import replace
+
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -18,7 +20,8 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     """Files that load with AutoModelForCausalLM and AutoTokenizer, without a confidence head."""
     config = configuration(head.architecture)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    return Files(config.to_dict(), split_tensors(head.tensors)[0], tokenizer=True)
+    tensors = split_tensors(head.tensors)[0]
+    return Files(config.to_dict(), tensors, tokenizer=True, held=replace(head, tensors=tensors))
 
 
 def claims(found: HeadDirectory) -> bool:

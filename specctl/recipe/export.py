@@ -31,7 +31,7 @@ class ExportRecipe(ConverterRecipe):
     tokens: PositiveInt = 3  # draft tokens per round, in the commands shown and in the speculators configuration
     # Result or run directory of `eval-server`: derive draft lengths by load from that, in place of `tokens`.
     tune: LocalPath | None = None
-    check: bool = False  # read the result back and compare logits at draft steps 1 … tokens
+    check: bool = False  # read the result back and compare its weights
     push: Annotated[str, AfterValidator(_repository)] | None = (
         None  # repository of the Hugging Face hub that gets the files, with a model card
     )

@@ -197,6 +197,7 @@ def test_the_acceptance_head_is_stored_but_not_exported(target, prompts):
     again = lm.FAMILY.restore(config, tensors)
     assert torch.equal(acceptance(again, prompts[0]), acceptance(made, prompts[0]))
     files = hf.write(Head("lm", config["architecture"], tensors), None, 0, "hf")
+    assert files.held.tensors.keys() == files.tensors.keys()
     assert tensors.keys() - files.tensors.keys() == {
         f"confidence_head.{part}" for part in ("linear.weight", "linear.bias", "out.weight", "out.bias")
     }

@@ -456,32 +456,17 @@ def test_a_failed_check_leaves_no_directory(make, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        pytest.param("eagle3", {"draft_vocab": 64}, marks=pytest.mark.slow),
-        ("eagle3", {"draft_vocab": 64, **VARIANTS["paper"], **VARIANTS["layers"]}),
-        pytest.param("eagle3", {"draft_vocab": 64, **VARIANTS["speculators"]}, marks=pytest.mark.slow),
-        ("peagle", PEAGLE["norms"]),
-        *(pytest.param("peagle", other, marks=pytest.mark.slow) for name, other in PEAGLE.items() if name != "norms"),
-        pytest.param("dflash", {}, marks=pytest.mark.slow),
-        pytest.param("dflash", {"draft_vocab": 64, "rank": 8}, marks=pytest.mark.slow),
-        ("dflash", DFLASH2),
-        *((family, {}) for family in ("eagle", "lm", "medusa", "hydra")),
-    ],
-)
-def test_the_check_sees_every_tensor(make, monkeypatch, family, options):
-    """A check that missed a changed weight would be useless. The batch has later prefix positions and all steps."""
+@pytest.mark.parametrize(("family", "options"), [("eagle3", {"draft_vocab": 64}), ("dflash", DFLASH2), ("lm", {})])
+def test_the_check_sees_every_tensor(make, family, options):
+    """A check that missed a changed weight would be useless."""
     found = checkpoint.load(make(family, **options))
     head = Head(family, found.config["architecture"], found.tensors)
-    assert roundtrip.difference(head, head, STEPS) == 0
-    outputs = roundtrip._outputs
-    unchanged = outputs(head, STEPS)
-    monkeypatch.setattr(roundtrip, "_outputs", lambda one, steps: unchanged if one is head else outputs(one, steps))
+    assert roundtrip.check(head, head) == 0
     for name, tensor in found.tensors.items():
-        if tensor.is_floating_point() and "embed_tokens" not in name:
-            changed = Head(family, head.architecture, {**found.tensors, name: tensor + 0.1 * torch.randn_like(tensor)})
-            assert roundtrip.difference(head, changed, STEPS) > roundtrip.TOLERANCE, name
+        changed = Head(family, head.architecture, {**found.tensors, name: tensor.float() + 0.1})
+        assert roundtrip.difference(head, changed) > roundtrip.TOLERANCE, name
+        without = {other: tensor for other, tensor in found.tensors.items() if other != name}
+        assert roundtrip.difference(head, Head(family, head.architecture, without)) == float("inf"), name
 
 
 def test_the_python_function_refuses_another_target(make, tmp_path, monkeypatch, tiny_directory):
