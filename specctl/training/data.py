@@ -2,6 +2,7 @@
 
 import hashlib
 import heapq
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,6 @@ from specctl.progress import log, warn
 from specctl.recipe import TrainRecipe
 from specctl.training import balancing
 from specctl.training.example import Example
-from specctl.training.tokens import TokenArray
 
 SAMPLE = 64  # prompts kept per domain, from which its features are computed
 HELD_OUT_PROMPT = 32  # first tokens of a held-out document that serve as a prompt
@@ -39,7 +39,6 @@ class Corpus:
 
     Attributes:
         responses: usable responses of every held-out prompt.
-        tokens: storage of all these texts.
         prompts: a sample of the training prompts by domain; empty for general text.
         counts: `trained` is the number of texts that are trained on. Of these, `cut` texts are cut at max_length and
             lose `cut_tokens` response tokens, and `in_pieces` texts are trained in pieces. Texts are left out if their
@@ -52,7 +51,6 @@ class Corpus:
     fingerprint: str
     domains: list[str]
     responses: list[list[Example]] = field(default_factory=list)
-    tokens: TokenArray = field(default_factory=TokenArray)
     prompts: dict[str, list[PromptIds]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -103,7 +101,6 @@ def load_distilled(
         CheckpointError: the data was written by a target with another vocabulary.
     """
     examples: list[Example] = []
-    stored = TokenArray()
     aside: dict[tuple[str, str | None], PromptIds] = {}  # by prompt id and adapter
     spared: dict[tuple[str, str | None], list[Example]] = {}  # usable responses by held-out prompt
     held: set[str] = set()
@@ -126,7 +123,7 @@ def load_distilled(
             whole = record["prompt_ids"] + record["response_ids"]
             tokens = whole[:max_length]
             prompt = PromptIds(record["prompt_ids"], adapter)
-            example = Example(len(examples), key, stored.add(tokens), len(prompt.ids), adapter=adapter)
+            example = Example(len(examples), key, array("i", tokens), len(prompt.ids), adapter=adapter)
             # A slot needs its next token and the target's distribution after that token: at least two response tokens.
             usable = example.response_length >= 2
             if key in held or (share < held_out and len(aside) < quota and key not in trained):
@@ -159,7 +156,7 @@ def load_distilled(
     counts["trained"] = len(examples)
     kinds = {domain: [prompt for *_, prompt in sample] for domain, sample in domains.items() if sample}
     asked, responses = list(aside.values()), list(spared.values())
-    return Corpus(examples, asked, digest.hexdigest()[:16], list(domains), responses, stored, kinds, counts)
+    return Corpus(examples, asked, digest.hexdigest()[:16], list(domains), responses, kinds, counts)
 
 
 def _report(counts: Mapping[str, int], max_length: int) -> None:
@@ -203,7 +200,6 @@ def load_text(path: Path, target: TargetText, max_length: int, held_out: float, 
     Raises DataError: the file is unreadable, a line has no `text`, or no document has three tokens or more.
     """
     examples: list[Example] = []
-    stored = TokenArray()
     aside: list[PromptIds] = []
     digest = hashlib.sha256()
     for number, text in enumerate(_documents(path)):
@@ -215,12 +211,12 @@ def load_text(path: Path, target: TargetText, max_length: int, held_out: float, 
         for start in range(0, len(ids), max_length):
             piece = ids[start : start + max_length]
             if len(piece) >= 3:
-                examples.append(Example(len(examples), f"{path.name}:{number}", stored.add(piece), 1))
+                examples.append(Example(len(examples), f"{path.name}:{number}", array("i", piece), 1))
     if not examples:
         raise DataError(
             f"{path} contains no text of three or more tokens", 'give lines such as {"text": "…"}, or plain text'
         )
-    return Corpus(examples, aside, digest.hexdigest()[:16], [path.stem], tokens=stored)
+    return Corpus(examples, aside, digest.hexdigest()[:16], [path.stem])
 
 
 def _documents(path: Path) -> Iterator[str]:

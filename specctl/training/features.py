@@ -26,7 +26,7 @@ from specctl.drafters.feature.ttt_attention import Layout, ranges
 from specctl.errors import SpecctlError, UsageError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
-from specctl.training.example import Example, TextPiece
+from specctl.training.example import Example
 from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose_mode, fp8_share, free_bytes
 from specctl.training.prefetch import PinnedCopies, Prefetcher
 
@@ -196,7 +196,7 @@ class FeatureStore:
         target = self.target
         target.use_adapter(examples[0].adapter)
         width = max(len(e.tokens) for e in examples) - 1  # the last token's state is not needed
-        if isinstance(examples[0], TextPiece) or width > max(CHUNK_TOKENS[self._kind], PASS_TOKENS[self._kind]):
+        if examples[0].is_piece or width > max(CHUNK_TOKENS[self._kind], PASS_TOKENS[self._kind]):
             return self._in_chunks(examples)
         tokens = torch.tensor([[*e.tokens[:width], *[0] * (width - len(e.tokens))] for e in examples])
         cache = target.model.new_cache(len(examples), width)
@@ -221,7 +221,7 @@ class FeatureStore:
         for begin in range(0, end, rows):
             interrupts.check()
             stop = min(begin + rows, last)
-            tokens = torch.tensor([text[begin:stop]], device=target.device)
+            tokens = torch.tensor([[*text[begin:stop]]], device=target.device)
             plan = plan_rows([begin], stop - begin, device=target.device, dtype=target.dtype)
             hidden, tapped = target.model.forward(tokens, cache, plan, self.taps)
             self.target_tokens += stop - begin
@@ -266,7 +266,7 @@ class FeatureStore:
         alone: list[Example] = []
         texts: dict[int, list[Example]] = {}
         for example in examples:
-            pieces = texts.setdefault(id(example.text), []) if isinstance(example, TextPiece) else alone
+            pieces = texts.setdefault(id(example.text), []) if example.is_piece else alone
             pieces.append(example)
         for pieces in texts.values():
             yield sorted(pieces, key=lambda piece: piece.start)
@@ -297,11 +297,11 @@ class FeatureStore:
         held-out split and max_length."""
         digest = hashlib.sha256()
         for example in examples:
-            place = f"at {example.first} " if isinstance(example, TextPiece) else ""
+            place = f"at {example.start} " if example.is_piece else ""
             place += f"with {example.adapter} " if example.adapter is not None else ""
             digest.update(f"{example.index} {place}{example.prompt_length} {list(example.tokens)}\n".encode())
-            if isinstance(example, TextPiece) and not example.done:
-                digest.update(f"{list(example.whole)}\n".encode())
+            if example.is_piece and not example.done:
+                digest.update(f"{list(example.text)}\n".encode())
         return {
             "target": self.target.identity,
             "path": self.target.path,

@@ -52,7 +52,6 @@ from specctl.training.outcome import (
 from specctl.training.pieces import Cut
 from specctl.training.run_state import RunState, check_same
 from specctl.training.schedule import Schedule, batch_tokens
-from specctl.training.tokens import share
 from specctl.training.trainable import TrainableDrafter, make_trainable
 
 
@@ -94,7 +93,6 @@ def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
         use_all(target, recipe, adapters)
     corpus = load_corpus(recipe, target, adapters)
     rank, world = start_processes(target.device)
-    share(corpus.tokens)
     trainable = make_trainable(recipe, target, corpus)
     cut = Cut.of(recipe, trainable.module)
     if cut is not None:

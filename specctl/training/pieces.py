@@ -20,8 +20,7 @@ from specctl.errors import RecipeError
 from specctl.progress import log
 from specctl.recipe import TrainRecipe
 from specctl.training.data import Corpus
-from specctl.training.example import Example, TextPiece
-from specctl.training.tokens import part
+from specctl.training.example import Example
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Cut:
         """The corpus with its training texts and held-out responses in pieces. Logs how many texts were cut, and what
         that changes."""
         train = self(corpus.train)
-        pieces = [example for example in train if isinstance(example, TextPiece)]
+        pieces = [example for example in train if example.is_piece]
         texts = len(corpus.train) - (len(train) - len(pieces))
         if pieces:
             how = "their loss is the same as that of whole texts"
@@ -103,14 +102,12 @@ class Cut:
                 stop = begin + room
             first = begin - before if self.exact else max(0, stop - self.length)
             found.append(
-                TextPiece(
-                    index=example.index,
-                    prompt_id=example.prompt_id,
-                    tokens=part(tokens, first, stop),
+                replace(
+                    example,
+                    tokens=tokens[first:stop],
                     prompt_length=begin - first,
-                    adapter=example.adapter,
                     whole=tokens,
-                    first=first,
+                    start=first,
                     number=example.index,
                     done=done,
                     shared=stop - begin - count if done + count < slots else 0,

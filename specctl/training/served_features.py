@@ -273,7 +273,7 @@ def check_plausible(store: OwnForward, client: Client, states: HiddenStatesSpec,
         for answer in answers[1:]:
             if max(differences(answers[0], answer, len(store.taps))) > MAX_STATE_DIFFERENCE:
                 raise _mismatch_error(store, client, states, "they change when requested again")
-        following = torch.tensor(example.tokens[example.prompt_length + 1 :])
+        following = torch.tensor([*example.tokens[example.prompt_length + 1 :]])
         right += min((answer.best.cpu() == following).sum().item() for answer in answers)
         total += len(following)
     share = right / total

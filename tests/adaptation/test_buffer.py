@@ -199,8 +199,8 @@ def online(target, offline):
     def make(feedback):
         if feedback not in known:
             known[feedback] = buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM, feedback=feedback)
-            texts = [example.tokens for example in offline]
-            prompts = [example.tokens[: example.prompt_length] for example in offline]
+            texts = [[*example.tokens] for example in offline]
+            prompts = [[*example.tokens[: example.prompt_length]] for example in offline]
             run(target, prompts, buffer, drafter=ragged(texts, 0, target.vocab_size), slots=2, lengths=24)
         return known[feedback]
 

@@ -1,4 +1,6 @@
 import json
+import tracemalloc
+from array import array
 
 import pytest
 
@@ -19,6 +21,21 @@ def test_an_epoch_holds_every_example_once_in_an_order_given_by_the_seed():
     assert first == batches(examples(), 64, seed=0, epoch=0)
     assert first != batches(examples(), 64, seed=0, epoch=1) != batches(examples(), 64, seed=1, epoch=1)
     assert all(sum(e.response_length for e in batch) <= 64 for batch in first)
+
+
+def test_an_example_takes_five_bytes_per_token(distilled, target):
+    """Including overhead; a list takes 8 bytes for the pointer and 28 for an integer above 256."""
+
+    def bytes_a_token(form):
+        tracemalloc.start()
+        kept = [Example(i, f"sql-{i:016}", form(range(1000, 1600)), 100) for i in range(300)]
+        size = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return size / (600 * len(kept))
+
+    assert bytes_a_token(lambda ids: array("i", ids)) < 5 and bytes_a_token(list) > 30
+    corpus = load_distilled([distilled], target, max_length=2048, held_out=0.3, prompts=4)
+    assert {type(example.tokens) for example in corpus.train} == {array}
 
 
 def test_a_response_longer_than_a_batch_is_a_batch_of_its_own():

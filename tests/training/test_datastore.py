@@ -34,7 +34,7 @@ def test_a_datastore_is_collected_measured_and_loaded(distilled, target, tmp_pat
     drafter = load_drafter(result.drafter, target, DraftingRecipe())
     store = drafter.text.corpus.tokens.tolist()
     for example in corpus.train:
-        response = example.tokens[example.prompt_length :]
+        response = [*example.tokens[example.prompt_length :]]
         assert any(store[at : at + len(response)] == response for at in range(len(store)))
     info = json.loads((tmp_path / "drafter" / "drafter.json").read_text())
     assert info["mat"] == {"held-out biochem": round(result.mat, 3)}

@@ -118,7 +118,7 @@ def test_counted_hits_equal_those_of_the_drafter(distilled, target, tmp_path, ar
     """
     made = recipe(distilled, tmp_path, arch=arch, drafter=DrafterRecipe(), max_steps=40, ttt_steps=3, batch_tokens=256)
     loop.train_drafter(made, Run(tmp_path))
-    prompts = [one.tokens[: one.prompt_length] for one in load_corpus(made, target).train[:6]]
+    prompts = [[*one.tokens[: one.prompt_length]] for one in load_corpus(made, target).train[:6]]
     drafter = pool.load_drafter(str(tmp_path / "drafter"), target, DraftingRecipe())
     module = pool.load_module(pool.read_drafter(tmp_path / "drafter", target), target)
     module.steps = depths = 3

@@ -10,7 +10,7 @@ from specctl.recipe import DrafterRecipe, FeatureRecipe, TrainRecipe
 from specctl.runs import Run
 from specctl.training import features, loop
 from specctl.training.data import Corpus, load_distilled
-from specctl.training.example import Example, TextPiece
+from specctl.training.example import Example
 from specctl.training.features import FeatureStore
 from specctl.training.pieces import Cut
 from specctl.training.trainable import make_trainable
@@ -81,7 +81,7 @@ def test_pieces_have_the_loss_and_gradient_of_the_whole_text(shallow, texts, arc
     assert cut.exact
     parts = cut(texts)
     assert len(parts) >= 6 and max(len(part.tokens) for part in parts) <= PIECE
-    assert [part for part in parts if not isinstance(part, TextPiece)] == texts[1:2]
+    assert [part for part in parts if not part.is_piece] == texts[1:2]
     assert sum(part.trained_tokens for part in parts) == sum(text.response_length for text in texts)
     whole = sums(own, texts, [[text] for text in texts])
     agree(sums(own, parts, [[part] for part in parts]), whole)
