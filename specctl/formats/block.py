@@ -51,27 +51,9 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
 
 
 class Block(NamedTuple):
-    """Keys that the formats name differently, under our names.
+    """Keys that the formats name differently, under our names; `checked_block` checks the values.
 
     `mask`: the head's trained mask embedding, if it has one.
-    """
-
-    taps: tuple[int, ...]
-    block_size: int
-    sample_from_anchor: bool
-    mask_token_id: int
-    markov_rank: int
-    mask: Tensor | None
-    conv_kernel_size: int = 0
-    conv_group_size: int = 16
-    selector_rank: int = 0
-    selector_top_k: int = 16
-
-
-class BlockValues(NamedTuple):
-    """Values of a configuration for the fields of `Block`, unchecked.
-
-    `local`: mapping with the sizes of convolutions and candidate selector, if the head has them.
     """
 
     taps: tuple[int, ...]
@@ -79,12 +61,19 @@ class BlockValues(NamedTuple):
     sample_from_anchor: Any
     mask_token_id: Any
     markov_rank: Any
-    local: Mapping[str, Any]
+    mask: Tensor | None = None
+    conv_kernel_size: Any = 0
+    conv_group_size: Any = 16
+    selector_rank: Any = 0
+    selector_top_k: Any = 16
 
 
-def read_block(found: HeadDirectory, facts: TargetFacts, values: BlockValues) -> Block:
-    """Check a configuration's values and return the block they describe. Raises CheckpointError for invalid values."""
-    taps, block_size, sample_from_anchor, mask_token_id, markov_rank, local = values
+def checked_block(found: HeadDirectory, facts: TargetFacts, block: Block, *, local: bool) -> Block:
+    """Return the block of a head with its mask embedding. Raises CheckpointError for invalid values.
+
+    `local`: the head has convolutions and a candidate selector.
+    """
+    taps, block_size, sample_from_anchor, mask_token_id, markov_rank, *_ = block
     if list(taps) != sorted(set(taps)) or not taps or not all(0 <= tap < facts.num_layers for tap in taps):
         right = f"must be ascending layers of target {facts.name}, counted from 0 and below {facts.num_layers - 1}"
         raise found.invalid(LAYERS, [tap - 1 for tap in taps], right)
@@ -98,14 +87,11 @@ def read_block(found: HeadDirectory, facts: TargetFacts, values: BlockValues) ->
     if type(markov_rank) is not int or markov_rank < 0 or bool(markov_rank) != (MARKOV[0] in found.tensors):
         right = f"must be the number of columns of {MARKOV[0]}, or 0 without that tensor"
         raise found.invalid("markov_rank", markov_rank, right)
-    sizes: dict[str, int] = {}
     for key in DFLASH2_KEYS if local else ():
-        value = local.get(key)
+        value = getattr(block, key)
         if type(value) is not int or value < 1:
             raise found.invalid(key, value, "must be given and at least 1 for a DFlash 2 head")
-        sizes[key] = value
-    mask = _shipped_mask(found, mask_token_id)
-    return Block(taps, block_size, sample_from_anchor, mask_token_id, markov_rank, mask, **sizes)
+    return block._replace(mask=_shipped_mask(found, mask_token_id))
 
 
 def _shipped_mask(found: HeadDirectory, token: int) -> Tensor | None:
@@ -310,5 +296,5 @@ def _vocabulary(
 
 
 def _rows(tensor: Tensor, rows: int) -> Tensor:
-    """The first `row_count` of a matrix, padded with zeros. The added rows belong to no token."""
+    """The first `rows` of a matrix, padded with zeros. The added rows belong to no token."""
     return torch.cat((tensor[:rows], tensor.new_zeros(max(rows - len(tensor), 0), tensor.shape[1])))

@@ -22,8 +22,8 @@ from specctl.formats.block import (
     LM_HEAD,
     MARKOV,
     MASK_FILE,
-    BlockValues,
-    read_block,
+    Block,
+    checked_block,
     read_parts,
 )
 from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
@@ -208,19 +208,17 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     anchor = said.get("sample_from_anchor", spark)
     if anchor is not spark or config.get("dspark_bonus_anchor") not in (None, not anchor):
         raise found.invalid("sample_from_anchor", anchor, f"must be {spark} for a {config['architectures'][0]}")
-    block = read_block(
-        found,
-        facts,
-        BlockValues(
-            taps=tuple(layer + 1 for layer in layers),
-            block_size=said.get("block_size", said.get("dspark_block_size")),
-            sample_from_anchor=anchor,
-            mask_token_id=mask,
-            markov_rank=said.get("markov_rank", said.get("dspark_markov_rank")) if spark else 0,
-            local=said if known[0] == DFLASH2 else {},
-        ),
+    local = known[0] == DFLASH2
+    block = Block(
+        taps=tuple(layer + 1 for layer in layers),
+        block_size=said.get("block_size", said.get("dspark_block_size")),
+        sample_from_anchor=anchor,
+        mask_token_id=mask,
+        markov_rank=said.get("markov_rank", said.get("dspark_markov_rank")) if spark else 0,
+        **({key: said.get(key) for key in DFLASH2_KEYS} if local else {}),
     )
-    for key in ("conv_kernel_size", "selector_rank") if known[0] != DFLASH2 else ():
+    block = checked_block(found, facts, block, local=local)
+    for key in ("conv_kernel_size", "selector_rank") if not local else ():
         if said.get(key):
             raise found.invalid(key, said[key], f"must be missing: only a {ARCHITECTURES[DFLASH2]} has it")
     # vLLM reads `causal` inside dflash_config only.

@@ -30,7 +30,7 @@ class Head:
     notes: tuple[str, ...] = ()
 
     def draft_length(self, wanted: int) -> int:
-        """Number of tokens drafted per round if `needed_states` are requested.
+        """Number of tokens drafted per round if `wanted` are requested.
 
         A family drafts at most one token per head or depth. A block has a fixed length.
         """

@@ -141,7 +141,7 @@ def _unreadable(file: Path, error: OSError) -> CheckpointError:
 
 
 def _tensors(file: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
-    """The tensors in a file; with `needed_states`, only the tensors with wanted names."""
+    """The tensors in a file; with `wanted`, only the tensors with such names."""
     if file.suffix == ".safetensors":
         with _safetensors(file):
             if wanted is None:

@@ -27,7 +27,7 @@ from specctl.drafters.mtp.layouts import LAYOUTS
 from specctl.errors import CheckpointError
 from specctl.families import SLIDING
 from specctl.formats import block_attention, dflash, eagle3, llama, mtp, peagle, serving_commands
-from specctl.formats.block import BlockValues, read_block, read_parts
+from specctl.formats.block import DFLASH2_KEYS, Block, checked_block, read_parts
 from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 
@@ -213,18 +213,16 @@ def _read_block(found: HeadDirectory, layer: dict[str, Any], facts: TargetFacts)
         raise found.invalid(
             "sample_from_anchor", "missing", "must be given: the default is false in vLLM and true in the package"
         )
-    block = read_block(
-        found,
-        facts,
-        BlockValues(
-            taps=tuple(taps),
-            block_size=config.get("block_size"),
-            sample_from_anchor=bool(anchor) if anchor is None else anchor,
-            mask_token_id=config.get("mask_token_id"),
-            markov_rank=config.get("markov_rank", 0) if markov else 0,
-            local=config if kind == dflash.DFLASH2 else {},
-        ),
+    local = kind == dflash.DFLASH2
+    block = Block(
+        taps=tuple(taps),
+        block_size=config.get("block_size"),
+        sample_from_anchor=bool(anchor) if anchor is None else anchor,
+        mask_token_id=config.get("mask_token_id"),
+        markov_rank=config.get("markov_rank", 0) if markov else 0,
+        **({key: config.get(key) for key in DFLASH2_KEYS} if local else {}),
     )
+    block = checked_block(found, facts, block, local=local)
     confidence = ("enable_confidence_head", "confidence_head_with_markov")
     more = ("draft_vocab_size", "target_hidden_size", "markov_head_type", "use_aux_hidden_state", *confidence)
     found_keys = {key: config[key] for key in more if key in config}
