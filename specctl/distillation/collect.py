@@ -9,7 +9,7 @@ from specctl.distillation import card, logs
 from specctl.distillation.messages import ContextExceeded, check_tools
 from specctl.distillation.rejections import Rejections
 from specctl.distillation.responses import ResponseFilter
-from specctl.distillation.result import DistillResult, default_output, label
+from specctl.distillation.result import DistillResult, label
 from specctl.distillation.select_prompts import LeftOut, PromptFilter
 from specctl.distillation.store import ShardLayout, ShardWriter, check_free
 from specctl.errors import DataError
@@ -28,7 +28,7 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
         Interrupted: SIGTERM arrived.
     """
     domain = label(recipe.data.domain)
-    output = recipe.output_dir or default_output(recipe.data.domain)
+    output = recipe.output
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected, expected=logs.EXPECTED)
     check_free(output, ALONE, resume=recipe.resume, overwrite=recipe.overwrite, private=True)
     target = target or load_target_text(**recipe.target.text)

@@ -27,7 +27,7 @@ from specctl.distillation.messages import stored_fields, text_of
 from specctl.distillation.plan import Job, ResponsePlan, parse_shard, plan
 from specctl.distillation.rejections import Rejections
 from specctl.distillation.responses import ResponseFilter
-from specctl.distillation.result import DistillResult, default_output, label
+from specctl.distillation.result import DistillResult, label
 from specctl.distillation.select_prompts import LeftOut, prepare
 from specctl.distillation.store import ShardLayout, ShardWriter, check_free
 from specctl.engines.records import GenerationRequest, Refusal
@@ -69,7 +69,7 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None) ->
     if recipe.log is not None:
         return collect(recipe, recipe.log, run, target)
     domain = label(recipe.data.domain)
-    output = recipe.output_dir or default_output(recipe.data.domain)
+    output = recipe.output
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
     writer = parse_shard(recipe.shard)
     check_free(output, writer, resume=recipe.resume, overwrite=recipe.overwrite)

@@ -1,7 +1,6 @@
-"""Result document of `distill`, and its default output directory."""
+"""Result document of `distill`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,3 @@ class DistillResult:
 def label(domains: list[str]) -> str:
     """Name of one or several domains that are distilled together: `sql`, `sql+math`."""
     return "+".join(domains)
-
-
-def default_output(domains: list[str]) -> Path:
-    """Default output directory: ./distilled/<domain>."""
-    return Path("distilled") / label(domains)
