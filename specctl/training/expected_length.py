@@ -117,7 +117,7 @@ class HitRecorder:
         self.hit[step, row] = self.module.draft_ids[drafted] == self.best[at]
 
     def counts(self, left: Tensor) -> Tensor:
-        """[depths, 2] hits and drafts at every depth, among drafts with hits at all shallower depths. `valid_steps`
+        """[depths, 2] hits and drafts at every depth, among drafts with hits at all shallower depths. `left`
         [N]: number of depths that the rest of the response is long enough for."""
         depth = torch.arange(len(self.asked), device=left.device)[:, None]
         asked = self.asked & (depth < left)

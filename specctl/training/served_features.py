@@ -7,7 +7,7 @@ reports.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import groupby
 from typing import Protocol
 
@@ -116,7 +116,13 @@ def served_features(
         Interrupted: SIGTERM or SIGUSR1 arrived.
     """
     states = states_of(store)
-    with _connected_client(recipe, states, processes) as client:
+    if not recipe.urls:
+        raise no_server("server", recipe, states)
+    with ExitStack() as stack:
+        try:
+            client = stack.enter_context(Client(own_share(recipe, processes)))
+        except EngineError as error:
+            raise EngineError(error.message, error.hint or start_hint(recipe, states)) from error
         origin = {"server": ", ".join(sorted({f"{one.facts.engine} {one.facts.version}" for one in client.servers}))}
         check_states(store, client, states, [example for examples in shards.values() for example in examples])
         # Pieces of one text are neighbors: the server is asked for the text once.
@@ -136,19 +142,6 @@ def served_features(
             if len(done[number]) == len(shards[number]):
                 yield number, done.pop(number), origin
         interrupts.check()
-
-
-@contextmanager
-def _connected_client(recipe: ServerRecipe, states: HiddenStatesSpec, processes: int) -> Iterator[Client]:
-    """A client of the recipe's servers. If there are none or they do not answer, the error says how to start one."""
-    if not recipe.urls:
-        raise no_server("server", recipe, states)
-    with ExitStack() as stack:
-        try:
-            client = stack.enter_context(Client(own_share(recipe, processes)))
-        except EngineError as error:
-            raise EngineError(error.message, error.hint or start_hint(recipe, states)) from error
-        yield client
 
 
 def no_server(mode: str, recipe: ServerRecipe, states: HiddenStatesSpec) -> UsageError:
