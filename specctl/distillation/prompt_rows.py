@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from specctl.distillation.line_streams import json_object
 from specctl.distillation.messages import (
     ANSWERED,
     ChatMessage,
@@ -54,11 +53,6 @@ class Prompt:
     def arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments of the chat template, given the recipe's `options`."""
         return arguments_with(options, self.tools, self.options)
-
-
-def prompts_of_line(line: bytes | None, domain: str, where: str = "", *, suite: bool = False) -> list[Prompt]:
-    """The prompts of a JSONL line, or of None for a line that was too long; as `prompts_of_row`."""
-    return prompts_of_row(json_object(line), domain, where, suite=suite)
 
 
 def prompts_of_row(row: Mapping[str, Any], domain: str, where: str = "", *, suite: bool = False) -> list[Prompt]:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from specctl import progress
-from specctl.distillation.line_streams import json_lines
+from specctl.distillation.line_streams import json_lines, json_object
 from specctl.distillation.messages import checked_messages, prompt_id
-from specctl.distillation.prompt_rows import Prompt, prompts_of_line, prompts_of_row
+from specctl.distillation.prompt_rows import Prompt, prompts_of_row
 from specctl.distillation.rejections import EXPECTED, Rejections
 from specctl.errors import DataError, UsageError
 from specctl.recipe import DataRecipe
@@ -183,7 +183,7 @@ def candidates(
 def _from_file(name: str, domain: str, rejections: Rejections, suite: bool) -> Iterator[Prompt | None]:
     for where, line in json_lines(name):
         try:
-            yield from prompts_of_line(line, domain, where, suite=suite)
+            yield from prompts_of_row(json_object(line), domain, where, suite=suite)
         except ValueError as error:
             rejections.add(where, str(error), (line or b"").decode("utf-8", "replace"))
             yield None

@@ -66,13 +66,13 @@ def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) ->
 
 
 def autocast(module: nn.Module, recipe: TrainRecipe) -> None:
-    """Run the module's forward in the recipe's precision.
+    """Run the module's matrix products in the recipe's precision; weights and residual stream are fp32.
 
     The autocast is inside the module. On a GPU, DeepSpeed switches off an autocast that is missing in its own
     configuration. If its configuration has one, DeepSpeed reduces gradients in that precision, too.
     """
     device = next(module.parameters()).device
-    dtype = compute_dtype(recipe, device)
+    dtype = pick_dtype(recipe.precision, device)
     cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     module.forward = cast(module.forward)
 
@@ -94,11 +94,6 @@ def engine_config(recipe: TrainRecipe) -> dict[str, Any]:
     }
     zero = {**config.get("zero_optimization", {}), "stage": recipe.zero_stage}
     return {**config, "zero_optimization": zero}
-
-
-def compute_dtype(recipe: TrainRecipe, device: torch.device) -> torch.dtype:
-    """Precision of matrix products; weights, residual stream and optimizer state are fp32."""
-    return pick_dtype(recipe.precision, device)
 
 
 def set_learning_rate(engine: Any, share: float) -> None:

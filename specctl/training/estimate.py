@@ -23,7 +23,7 @@ from specctl.training.balancing import Batch, balanced_rows, batches, rebalance,
 from specctl.training.example import Example
 from specctl.training.feature_files import ON_DISK, fp8_share
 from specctl.training.machine import DEVICES, GB, Machine, machine_for
-from specctl.training.optimizers import EMBEDDING_LIKE
+from specctl.training.optimizers import is_embedding_like
 from specctl.training.pieces import Cut
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.step_cost import (
@@ -372,7 +372,7 @@ def optimizer_bytes(drafter: nn.Module, kind: str) -> int:
     only."""
     total = 0
     for name, parameter in drafter.named_parameters():
-        hidden = parameter.ndim == 2 and not any(part in name for part in EMBEDDING_LIKE)
+        hidden = parameter.ndim == 2 and not is_embedding_like(name)
         total += parameter.numel() * (4 if kind == "muon" and hidden else 8)
     return total
 

@@ -10,11 +10,10 @@ choice. If the target's layers are not loaded, the expected length on held-out r
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 
 import torch
@@ -233,12 +232,10 @@ class Trainer:
     def _upcoming(self) -> Iterator[Example]:
         """The texts that this process will run, in order, from the current step to the last."""
         at = self.state
-        epochs = chain([self.batches(at.epoch)[at.place :]], map(self._batches_of, range(at.epoch + 1, sys.maxsize)))
+        later = (self._batches_without(epoch, self.world) for epoch in count(at.epoch + 1))
+        epochs = chain([self.batches(at.epoch)[at.place :]], later)
         for chosen in islice(chain.from_iterable(epochs), self.schedule.steps - at.step):
             yield from self._local_share(chosen)[1]
-
-    def _batches_of(self, epoch: int) -> list[Batch]:
-        return self._batches_without(epoch, self.world)
 
     def _next_epoch(self) -> None:
         self.state.epoch, self.state.place, self.state.taken, self.epoch = self.state.epoch + 1, 0, [], []
@@ -283,8 +280,8 @@ class Trainer:
         """Batches of an epoch, the same in all processes and in every call. Texts that other numbers of processes have
         already trained on in this epoch are left out."""
         seen: set[int] = set()
-        for world, count in self.state.taken:
-            had = self._batches_without(epoch, world, frozenset(seen))[:count]
+        for world, trained in self.state.taken:
+            had = self._batches_without(epoch, world, frozenset(seen))[:trained]
             seen |= {example.index for batch in had for share in batch for example in share}
         return self._batches_without(epoch, self.world, frozenset(seen))
 

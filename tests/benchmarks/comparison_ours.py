@@ -14,13 +14,13 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
+from specctl.decoding.models.loading import pick_dtype
 from specctl.drafters.dflash.head import BlockHead
 from specctl.drafters.feature.ttt_attention import ranges
 from specctl.progress import track
 from specctl.recipe import DrafterRecipe, FeatureRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run
 from specctl.training.data import batches
-from specctl.training.engine import compute_dtype
 from specctl.training.features import Features
 from specctl.training.loop import Trainer, make_trainer
 from specctl.training.trainable import TrainableHead
@@ -91,7 +91,7 @@ def write(file: Path, trainer: Trainer, steps: int) -> None:
         "architecture": head.config.to_dict(),
         "ttt_steps": recipe.ttt_steps,
         "ttt_decay": recipe.ttt_decay,
-        "dtype": str(compute_dtype(recipe, trainer.target.device)).removeprefix("torch."),
+        "dtype": str(pick_dtype(recipe.precision, trainer.target.device)).removeprefix("torch."),
         "lr": trainer.schedule.peak,
         "betas": recipe.optimizer.betas,
         "weight_decay": recipe.optimizer.weight_decay,

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from specctl import progress
 from specctl.distillation import line_streams, prompt_rows
-from specctl.distillation import rejections as rejections_file
 from specctl.distillation.line_streams import open_prompts
 from specctl.distillation.messages import prompt_id
-from specctl.distillation.prompt_rows import prompts_of_line
+from specctl.distillation.prompt_rows import prompts_of_row
 from specctl.distillation.prompts import HUB, check_files, read_domains, read_prompts
 from specctl.distillation.rejections import Rejections
 from specctl.errors import DataError, Interrupted, UsageError
@@ -59,9 +58,9 @@ BAD = {
 }
 
 
-def parse_line(*line, **options):
+def parse_line(line, *place, **options):
     """Return the only prompt of a line."""
-    (prompt,) = prompts_of_line(*line, **options)
+    (prompt,) = prompts_of_row(line_streams.json_object(line), *place, **options)
     return prompt
 
 
@@ -217,9 +216,8 @@ def test_too_many_rejections_are_an_error_with_the_first_reasons(tmp_path):
 
 
 @pytest.mark.parametrize("lines", [[GOOD, b"{"], [GOOD]])
-def test_earlier_rejections_stay_until_they_are_replaced(tmp_path, monkeypatch, lines):
+def test_earlier_rejections_stay_until_they_are_replaced(tmp_path, lines):
     """A command that is refused later must not delete them; held rejections are written when it starts."""
-    monkeypatch.setattr(rejections_file, "HELD_BYTES", 8)  # buffered on disk
     kept, file = tmp_path / "rejected.jsonl", write(tmp_path / "p.jsonl", *lines)
     kept.write_text("earlier\n")
     refused = Rejections(kept, 0.0, hold=True)
