@@ -70,7 +70,7 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     found = found.with_tensors({name: tensor for name, tensor in found.tensors.items() if not unused.fullmatch(name)})
     size, vocab, prefix = (
         facts.hidden_size,
-        medusa_hydra.rows(found, "hydra_lm_head.0.1.weight", facts),
+        llama.row_count(found, "hydra_lm_head.0.1.weight") or facts.vocab_size,
         _prefix_shape(facts),
     )
     layer = llama.layer_shapes(prefix | {"hidden_size": size}, size) | {"input_layernorm.weight": (size,)}

@@ -77,7 +77,7 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
         _spelled(name.removeprefix("medusa_head."), FROM_VLLM): tensor for name, tensor in found.tensors.items()
     }
     found, heads = found.with_tensors(stripped), medusa_hydra.count(stripped, r"(\d+)\.")
-    size, vocab = facts.hidden_size, medusa_hydra.rows(found, "0.1.weight", facts)
+    size, vocab = facts.hidden_size, llama.row_count(found, "0.1.weight") or facts.vocab_size
     shapes: dict[str, tuple[int, ...]] = {}
     for k in range(heads):
         shapes |= {f"{k}.0.linear.weight": (size, size), f"{k}.0.linear.bias": (size,), f"{k}.1.weight": (vocab, size)}

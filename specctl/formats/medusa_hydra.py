@@ -6,9 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from specctl.errors import CheckpointError
-from specctl.formats import llama
 from specctl.formats.head import Head, TargetFacts
-from specctl.formats.head_directory import HeadDirectory
 
 NOT_SERVED = "neither vLLM nor SGLang serves this format: it is for its original repository"
 
@@ -24,10 +22,6 @@ def check_full_vocabulary(head: Head) -> None:
 def count(tensors: dict[str, Tensor], pattern: str) -> int:
     """Number of heads in the tensors' names."""
     return len({match[1] for name in tensors if (match := re.match(pattern, name))})
-
-
-def rows(found: HeadDirectory, name: str, facts: TargetFacts) -> int:
-    return llama.row_count(found, name) or facts.vocab_size
 
 
 def without_padding_rows(tensor: Tensor, vocab: int, facts: TargetFacts) -> Tensor:

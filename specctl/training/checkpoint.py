@@ -57,14 +57,25 @@ def strip_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str, Tensor], *, keep: int) -> None:
     """Save `state` and tensors of a single process; the `keep` newest checkpoints stay. OSError leaves earlier ones
     intact."""
+    draft, place = root / f".step-{step:08d}.tmp", root / f"step-{step:08d}"
+    make_dir(root, PRIVATE_DIRECTORY)
+    with suppress(OSError):  # earlier versions made it world-readable, and it holds token ids of users' texts
+        root.chmod(PRIVATE_DIRECTORY)
+    for left in root.glob(".step-*.tmp"):  # left by a killed run
+        shutil.rmtree(left, ignore_errors=True)
     try:
-        _prepare(root, step)
-        write_tensors(_draft(root, step) / TENSORS, untied_cpu_copies(tensors))
-        _finish(root, step, state, keep)
+        draft.mkdir()
+        write_tensors(draft / TENSORS, untied_cpu_copies(tensors))
+        atomic_write(draft / STATE, to_json(state, indent=2) + "\n")
+        atomic_write(draft / MANIFEST, to_json(digests(draft), indent=2) + "\n")
+        shutil.rmtree(place, ignore_errors=True)
+        draft.rename(place)
     except SafetensorError as error:  # such as a full disk
         raise OSError(str(error)) from error
     finally:
-        shutil.rmtree(_draft(root, step), ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
+    for old in _found(root)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -76,29 +87,6 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{path / TENSORS} cannot be loaded: {one_line(error)}", "start again with --overwrite"
         ) from error
-
-
-def _draft(root: Path, step: int) -> Path:
-    return root / f".step-{step:08d}.tmp"
-
-
-def _prepare(root: Path, step: int) -> None:
-    make_dir(root, PRIVATE_DIRECTORY)
-    with suppress(OSError):  # earlier versions made it world-readable, and it holds token ids of users' texts
-        root.chmod(PRIVATE_DIRECTORY)
-    for left in root.glob(".step-*.tmp"):  # left by a killed run
-        shutil.rmtree(left, ignore_errors=True)
-    _draft(root, step).mkdir()
-
-
-def _finish(root: Path, step: int, state: dict[str, Any], keep: int) -> None:
-    draft, place = _draft(root, step), root / f"step-{step:08d}"
-    atomic_write(draft / STATE, to_json(state, indent=2) + "\n")
-    atomic_write(draft / MANIFEST, to_json(digests(draft), indent=2) + "\n")
-    shutil.rmtree(place, ignore_errors=True)
-    draft.rename(place)
-    for old in _found(root)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def newest(root: Path, kind: type[State]) -> tuple[Path, State] | None:
