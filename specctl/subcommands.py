@@ -15,7 +15,7 @@ class Subcommand:
     """One subcommand.
 
     Attributes:
-        cli: path of its module with a function `register(app)`.
+        cli: path of its module, which registers it.
         recipe: path of its recipe class, or None for a command without a recipe and without runs.
         function: path of the function of (recipe, run) that `api` calls, or None.
         memory_keys: recipe keys that the hint names, to lower or to set, when memory runs out.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, table
@@ -72,26 +71,18 @@ FLOORS = {
     "of_plain": "× plain step",
 }
 """Row fields shown to people, with their headings."""
-EXAMPLE = "specctl bench --parts steps,decoding --drafter drafters/sql-eagle3"
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "bench", FLAGS, EXAMPLE)(bench)
-
-
+@recipe_command("bench", FLAGS, "specctl bench --parts steps,decoding --drafter drafters/sql-eagle3")
 def bench(recipe: BenchRecipe, dry_run: bool) -> None:
     """Time kernels, target steps and batched decoding against their baselines and floors, on this machine."""
-    from specctl.cli import checks
-
     checks.check_drafters(recipe.drafters, recipe.drafting)
     checks.check_data(recipe.data)
-    if recipe.output_dir:
-        checks.check_output("bench", recipe.output_dir, overwrite=recipe.overwrite)
+    checks.check_run_dir("bench", recipe)
     run_or_plan("bench", recipe, dry_run, lambda: steps(recipe), show, "run_dir")
 
 
 def steps(recipe: BenchRecipe) -> list[str]:
-    from specctl.cli import checks
     from specctl.measuring.bench import shapes
 
     plans = []

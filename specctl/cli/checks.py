@@ -1,18 +1,21 @@
 """Checks before a command loads anything, and the output of `--dry-run`."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specctl import lock, progress
 from specctl.cli.output import cell, output
 from specctl.errors import CheckpointError, SpecctlError, UsageError
 from specctl.families import TEXT_DRAFTERS, WEIGHTLESS_DRAFTERS
-from specctl.recipe import CommandRecipe, DataRecipe, DraftingRecipe, TargetRecipe
 from specctl.redaction import redacted
-from specctl.runs import check_same_command
+
+if TYPE_CHECKING:
+    from specctl.recipe import CommandRecipe, DataRecipe, DraftingRecipe, TargetRecipe
 
 LABEL = r"\w[\w.-]*"  # domains name directories
 
@@ -212,12 +215,21 @@ def pool_members(pool: Path) -> list[str]:
     return [str(path) for path in find_pool(pool)]
 
 
+def check_run_dir(command: str, recipe: Any) -> None:
+    """Check the run directory that a recipe names, if any, as `check_output` does."""
+    if recipe.output_dir:
+        resume = getattr(recipe, "resume", False)
+        check_output(command, recipe.output_dir, resume=resume, overwrite=recipe.overwrite)
+
+
 def check_output(command: str, path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
     """Check that `command` can write to the directory `path`, which must be free, resumed or overwritten.
 
     Under torchrun only rank 0 checks, because the others may find files that rank 0 has just made. Raises UsageError,
     SpecctlError.
     """
+    from specctl.runs import check_same_command
+
     if not progress.is_rank_zero():
         return
     if path.exists() and not path.is_dir():

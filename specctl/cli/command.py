@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from specctl import progress
-from specctl.cli import options
+from specctl.cli import checks, options
 from specctl.cli.output import output
 from specctl.errors import UsageError
 from specctl.subcommands import SUBCOMMANDS, TODAY
@@ -27,6 +27,14 @@ from specctl.subcommands import SUBCOMMANDS, TODAY
 if TYPE_CHECKING:
     from specctl.recipe import CommandRecipe
 
+app = typer.Typer(
+    name="specctl",
+    help="Train, adapt, select and measure draft heads for speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 PANEL = "Output"
 EARLIER = "Old options, now commands of their own"
 Json = Annotated[
@@ -60,7 +68,16 @@ RECIPE_COMMANDS: dict[str, Callable[[Any, bool], None]] = {}
 """Registered functions of (recipe, dry_run), by command."""
 
 
-def command(app: typer.Typer, name: str, example: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command_group(name: str, about: str) -> typer.Typer:
+    """Add a command with subcommands of its own."""
+    group = typer.Typer(name=name, help=about, no_args_is_help=True)
+    app.add_typer(group)
+    return group
+
+
+def command(
+    name: str, example: str = "", group: typer.Typer = app
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as a subcommand that also takes --json, -q and -v after its name. `example` ends its help."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -74,7 +91,7 @@ def command(app: typer.Typer, name: str, example: str = "") -> Callable[[Callabl
         panel = row.panel if row else None
         summary = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())  # as one line: the list wraps it
         ending, hidden = f"Example: {example}" if example else None, TODAY.get(name, name) != name
-        app.command(name, short_help=summary, epilog=ending, rich_help_panel=panel, hidden=hidden)(wrapper)
+        group.command(name, short_help=summary, epilog=ending, rich_help_panel=panel, hidden=hidden)(wrapper)
         return function
 
     return register
@@ -89,7 +106,6 @@ class Operand(NamedTuple):
 
 
 def recipe_command(
-    app: typer.Typer,
     name: str,
     flags: tuple[str, ...],
     example: str,
@@ -126,7 +142,7 @@ def recipe_command(
                 _option("dry_run", DryRun, False),
             ],
         )
-        command(app, name, example)(run)
+        command(name, example)(run)
         return function
 
     return register
@@ -142,8 +158,6 @@ def run_or_plan(
         show: renders the result document for people.
         brief: field of the document that --quiet prints.
     """
-    from specctl.cli import checks
-
     if dry_run:
         return checks.show(name, recipe, steps())
     with library_output():

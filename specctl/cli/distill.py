@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
+from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import TARGET
 from specctl.cli.output import fields
@@ -21,17 +20,11 @@ FLAGS = (
     *("max_new_tokens", "temperatures", "top_p", "top_k", "exact", "seed"),
     *("from_log", "exclude", "server", "shard", "output_dir", "resume", "overwrite"),
 )
-EXAMPLE = "specctl distill --domain sql --prompts sql.jsonl --temperature 0,0.7"
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "distill", FLAGS, EXAMPLE)(distill)
-
-
+@recipe_command("distill", FLAGS, "specctl distill --domain sql --prompts sql.jsonl --temperature 0,0.7")
 def distill(recipe: DistillRecipe, dry_run: bool) -> None:
     """Generate training data for a drafter: the target's responses to a domain's prompts."""
-    from specctl.cli import checks
-
     if recipe.log is None:
         checks.check_data(recipe.data)
     else:
@@ -42,7 +35,6 @@ def distill(recipe: DistillRecipe, dry_run: bool) -> None:
 
 def check_log(recipe: DistillRecipe, log: str) -> None:
     """Check that the log exists and that its domain can name a directory. Raises UsageError, DataError."""
-    from specctl.cli import checks
     from specctl.distillation.logs import EXPECTED
 
     checks.check_label(recipe.data.domain[0])
@@ -52,16 +44,12 @@ def check_log(recipe: DistillRecipe, log: str) -> None:
 
 def check_store(recipe: DistillRecipe) -> None:
     """Check that the output can be written. The jobs of an array share one directory, and each writes its shards."""
-    from specctl.cli import checks
-
     shared = recipe.shard != "0/1"
     checks.check_output("distill", recipe.output, resume=recipe.resume or shared, overwrite=recipe.overwrite)
 
 
 def server_step(recipe: DistillRecipe) -> str:
     """Return one line about the servers, without asking them. Raises CheckpointError if no engine runs the target."""
-    from specctl.cli import checks
-
     checks.target_config(recipe.target)
     server = recipe.server
     return (
@@ -71,8 +59,6 @@ def server_step(recipe: DistillRecipe) -> str:
 
 
 def steps(recipe: DistillRecipe) -> list[str]:
-    from specctl.cli import checks
-
     data = recipe.data
     if recipe.log is not None:
         checks.target_config(recipe.target)

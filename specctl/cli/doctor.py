@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from specctl import regular_files
+from specctl.cli import checks
 from specctl.cli.command import command, library_output
 from specctl.cli.output import cell, fields, output
 from specctl.cli.target_commands import commands_of
@@ -29,7 +30,6 @@ TargetName = Annotated[
 AdapterName = Annotated[
     str | None, typer.Option("--target-adapter", help="LoRA adapter of the target.", metavar="DIR", show_default=False)
 ]
-EXAMPLE = "specctl doctor --target meta-llama/Llama-3.1-8B-Instruct"
 LOW_DISK_GB = 5
 LOW_MEMORY_GB = 5
 
@@ -51,10 +51,7 @@ class Finding:
         return Finding(self.what, "ok", value) if value else self
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "doctor", EXAMPLE)(doctor)
-
-
+@command("doctor", "specctl doctor --target meta-llama/Llama-3.1-8B-Instruct")
 def doctor(target: TargetName = None, target_adapter: AdapterName = None) -> None:
     """Check this machine and a target: show problems, and the command that fixes each."""
     with library_output():
@@ -166,7 +163,6 @@ def working_directory() -> Iterator[Finding]:
 
 def describe_target(name: str) -> tuple[Description | None, Finding]:
     """Describe a target from its configuration alone, with a finding on whether and how it can run."""
-    from specctl.cli import checks
     from specctl.decoding.models.describe import describe
     from specctl.decoding.models.loading import is_gguf
     from specctl.recipe import TargetRecipe
@@ -211,7 +207,6 @@ def weights_of(target: str) -> list[Finding]:
 
 def adapter_of(target: str, adapter: str) -> Finding:
     """Check that an adapter fits a target that could be described, without reading weights."""
-    from specctl.cli import checks
     from specctl.decoding.models import target_adapter
     from specctl.recipe import TargetRecipe
 

@@ -4,21 +4,16 @@ from typing import Annotated, Any
 
 import typer
 
-from specctl.cli.command import command
+from specctl.cli.command import command, command_group
 from specctl.cli.output import cell, output, table
 
+GROUP = command_group("domains", "ls | show: domains with prompts.")
 Name = Annotated[str, typer.Argument(help="A name from `specctl domains ls`.")]
 Samples = Annotated[int, typer.Option("--samples", min=0, help="Generated prompts to show.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the generator.")]
 
 
-def register(app: typer.Typer) -> None:
-    group = typer.Typer(name="domains", help="ls | show: domains with prompts.", no_args_is_help=True)
-    command(group, "ls")(ls)
-    command(group, "show")(show)
-    app.add_typer(group)
-
-
+@command("ls", group=GROUP)
 def ls() -> None:
     """List the domains."""
     from specctl.data_prep import DOMAINS
@@ -30,6 +25,7 @@ def ls() -> None:
     output.result({"domains": rows}, _listing, brief="\n".join(DOMAINS))
 
 
+@command("show", group=GROUP)
 def show(name: Name, samples: Samples = 3, seed: Seed = 0) -> None:
     """Show a domain: its public data set, prompt layout and license, and some generated prompts."""
     from dataclasses import asdict

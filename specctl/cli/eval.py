@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, table
@@ -44,17 +43,13 @@ LENGTHS = {
     "prompts": "of",
 }
 """Fields of a row by prompt length, with their headings."""
-EXAMPLE = "specctl eval --drafter drafters/sql-eagle3 --drafter lookup --domain sql"
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "eval", FLAGS, EXAMPLE, earlier=EARLIER)(evaluate)
-
-
+@recipe_command(
+    "eval", FLAGS, "specctl eval --drafter drafters/sql-eagle3 --drafter lookup --domain sql", earlier=EARLIER
+)
 def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
     """Measure drafters × domains: mat (tokens per pass of the target), acceptance, speed, and losslessness."""
-    from specctl.cli import checks
-
     checks.check_drafters(recipe.drafters, recipe.drafting)
     members = checks.pool_members(recipe.pool) if recipe.pool else []
     if recipe.matrix:
@@ -62,8 +57,7 @@ def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
 
         recipe = with_domains_of_drafters(recipe)
     checks.check_data(recipe.data)
-    if recipe.output_dir:
-        checks.check_output("eval", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+    checks.check_run_dir("eval", recipe)
     if recipe.output_dir and recipe.resume:
         from specctl.measuring.records import check_stamp, recipe_stamp
 
@@ -89,8 +83,6 @@ def describe_prompts(recipe: EvalRecipe | EvalServerRecipe) -> str:
 
 
 def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
-    from specctl.cli import checks
-
     return [
         checks.check_target(recipe.target, drafters),
         f"decode {describe_prompts(recipe)}, {counted(len(recipe.seeds), 'time')}",

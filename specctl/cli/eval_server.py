@@ -6,8 +6,7 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.eval import describe_prompts, later_turns
 from specctl.cli.options import SAMPLING, TARGET
@@ -49,31 +48,26 @@ LENGTHS = {
     "requests": "of",
 }
 """Row fields of a server by prompt length, with their headings."""
-EXAMPLE = "specctl eval-server --server http://host:8001 --baseline-server http://host:8000 --concurrency 1,8,64"
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "eval-server", FLAGS, EXAMPLE)(evaluate_server)
-
-
+@recipe_command(
+    "eval-server",
+    FLAGS,
+    "specctl eval-server --server http://host:8001 --baseline-server http://host:8000 --concurrency 1,8,64",
+)
 def evaluate_server(recipe: EvalServerRecipe, dry_run: bool) -> None:
     """Measure the drafter of a running engine by load: mat, tokens/s, times of tokens, and speed-up.
 
     The speed-up is over a second server without a drafter."""
-    from specctl.cli import checks
-
     recipe.check_server()
     checks.check_data(recipe.data)
-    if recipe.output_dir:
-        checks.check_output("eval-server", recipe.output_dir, overwrite=recipe.overwrite)
+    checks.check_run_dir("eval-server", recipe)
     rendered = partial(show, measured=describe_prompts(recipe))
     run_or_plan("eval-server", recipe, dry_run, lambda: steps(recipe), rendered, "run_dir")
 
 
 def steps(recipe: EvalServerRecipe) -> list[str]:
     """Return the plan in words. No server is asked. Raises CheckpointError if no engine runs the target."""
-    from specctl.cli import checks
-
     checks.target_config(recipe.target)
     addresses = [*recipe.server.urls, *recipe.baseline_server.urls]
     return [

@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from specctl.cli import checks
 from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.output import cell, fields, table
 from specctl.errors import CheckpointError, UsageError
@@ -18,17 +17,13 @@ if TYPE_CHECKING:
 FLAGS = ("to", "tune", "check", "push", "private", "server", "target", "output_dir", "overwrite")
 SHOWN = ("family", "to", "output", "params", "max_difference", "pushed")
 NAMELESS = "for vLLM, use its name (specctl guide engines); SGLang's NGRAM drafts in the same way"
-EXAMPLE = "specctl export drafters/sql-eagle3 --to vllm --check"
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "export", FLAGS, EXAMPLE, Operand("drafter", "Drafter directory."))(export)
-
-
+@recipe_command(
+    "export", FLAGS, "specctl export drafters/sql-eagle3 --to vllm --check", Operand("drafter", "Drafter directory.")
+)
 def export(recipe: ExportRecipe, dry_run: bool) -> None:
     """Write a drafter for vLLM, SGLang, speculators or transformers, and print the command that serves it."""
-    from specctl.cli import checks
-
     if str(recipe.source) in WEIGHTLESS_DRAFTERS and not recipe.source.exists():
         raise UsageError(f"{recipe.source} has no weights to export: it drafts from the text of the request", NAMELESS)
     checks.check_directory(str(recipe.source))
@@ -57,7 +52,6 @@ def writes(recipe: ExportRecipe) -> bool:
 
 def check_target(recipe: ExportRecipe) -> None:
     """Check that the drafter fits its target, if that is on this machine. Raises CheckpointError."""
-    from specctl.cli import checks
     from specctl.commands.export import facts_of
     from specctl.drafters import checkpoint
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from specctl import progress
+from specctl.cli import checks
 from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, fields
@@ -22,20 +21,18 @@ NUMBERS = (
     *("drafter", "tokens", "mat", "accept_rate", "tokens_per_s", "vanilla_tokens_per_s", "speedup", "identical"),
     "run_dir",
 )
-EXAMPLE = 'specctl generate "How many students are there?" --drafter drafters/sql-eagle3'
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "generate", FLAGS, EXAMPLE, Operand("prompt", "Prompt to answer; - reads stdin."))(generate)
-
-
+@recipe_command(
+    "generate",
+    FLAGS,
+    'specctl generate "How many students are there?" --drafter drafters/sql-eagle3',
+    Operand("prompt", "Prompt to answer; - reads stdin."),
+)
 def generate(recipe: GenerateRecipe, dry_run: bool) -> None:
     """Answer one prompt with and without a drafter, and show the difference. Prompt - reads stdin."""
-    from specctl.cli import checks
-
     checks.check_drafters([recipe.drafter] if recipe.drafter else [], recipe.drafting)
-    if recipe.output_dir:
-        checks.check_output("generate", recipe.output_dir, overwrite=recipe.overwrite)
+    checks.check_run_dir("generate", recipe)
     recipe = recipe.model_copy(update={"prompt": prompt_of(recipe)})
     run_or_plan("generate", recipe, dry_run, lambda: steps(recipe), show, "text")
 
@@ -56,8 +53,6 @@ def prompt_of(recipe: GenerateRecipe) -> str:
 
 
 def steps(recipe: GenerateRecipe) -> list[str]:
-    from specctl.cli import checks
-
     how = f"without a drafter and with {recipe.drafter}" if recipe.drafter else "without a drafter"
     target = checks.check_target(recipe.target, filter(None, [recipe.drafter]))
     return [target, f"decode up to {recipe.sampling.max_new_tokens} tokens, {how}"]

@@ -39,10 +39,7 @@ SEARCHED = {
 Topic = Annotated[str | None, typer.Argument(help="A guide from the list; without one the list is shown.")]
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "guide", "specctl guide drafters")(guide)
-
-
+@command("guide", "specctl guide drafters")
 def guide(topic: Topic = None) -> None:
     """Show a user guide, or the list of guides."""
     if topic is None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from specctl.cli import checks
 from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.options import DATA, TARGET
 from specctl.cli.output import fields
@@ -17,22 +16,19 @@ if TYPE_CHECKING:
 
 FLAGS = ("format", *TARGET, *DATA, "no_probe", "output_dir", "overwrite")
 SHOWN = ("format", "family", "params", "drafter", "notes")
-EXAMPLE = "specctl import ./EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct"
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "import", FLAGS, EXAMPLE, Operand("head", "Directory or GGUF file of a published head."))(
-        import_head
-    )
-
-
+@recipe_command(
+    "import",
+    FLAGS,
+    "specctl import ./EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct",
+    Operand("head", "Directory or GGUF file of a published head."),
+)
 def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
     """Convert a published head into a drafter, and try it.
 
     Reads EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, MTP, Hydra, Medusa, speculators and Hugging Face directories, and
     GGUF files of llama.cpp."""
-    from specctl.cli import checks
-
     check_head(recipe.source)
     checks.check_data(recipe.data)
     checks.check_output("import", recipe.output, overwrite=recipe.overwrite)
@@ -54,8 +50,6 @@ def check_head(source: Path) -> None:
 
 
 def steps(recipe: ImportRecipe) -> list[str]:
-    from specctl.cli import checks
-
     reason = checks.engine_only(recipe.target)
     target = f"target {recipe.target.name} is loaded without its layers: {reason}"
     what = f"test it on {recipe.probe.prompts} prompts of {recipe.data.prompts or recipe.data.domain[0]}"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.online import with_init_family
 from specctl.cli.options import SAMPLING, TARGET
@@ -21,33 +20,29 @@ FLAGS = (
     *("schedule", "mixing", "chunk", "lr", "seeds", *TARGET, *(flag for flag in SAMPLING if flag != "exact")),
     *("output_dir", "resume", "overwrite"),
 )
-EXAMPLE = "specctl learn-from-server --server http://host:8000 --listen 0.0.0.0:8100 --init drafters/sql-eagle3"
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "learn-from-server", FLAGS, EXAMPLE)(learn_from_server)
-
-
+@recipe_command(
+    "learn-from-server",
+    FLAGS,
+    "specctl learn-from-server --server http://host:8000 --listen 0.0.0.0:8100 --init drafters/sql-eagle3",
+)
 def learn_from_server(recipe: LearnFromServerRecipe, dry_run: bool) -> None:
     """Teach the drafter of running engines by their own texts, and publish better versions into them.
 
     The texts are answers to the prompts of a stream, requests through a proxy (--listen), or a log (--from-log)."""
-    from specctl.cli import checks
-
     recipe.check_server()
     checks.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
     recipe = with_init_family(recipe)
     start = recipe.initial_drafter(recipe.families[0])
     if not (start / "config.json").is_file():
         raise UsageError(f"no drafter in {start}", "name the drafter that the engines draft with: --init DIR")
-    if recipe.output_dir:
-        checks.check_output("learn-from-server", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+    checks.check_run_dir("learn-from-server", recipe)
     run_or_plan("learn-from-server", recipe, dry_run, lambda: steps(recipe), show, "run_dir")
 
 
 def steps(recipe: LearnFromServerRecipe) -> list[str]:
     """Return the plan in words. No server is asked."""
-    from specctl.cli import checks
     from specctl.commands.learn_from_server import check_target
 
     urls, source = ", ".join(recipe.server.urls), recipe.traffic

@@ -10,23 +10,17 @@ from typing import Any
 import typer
 
 from specctl import __version__, progress
-from specctl.cli.command import Json, Quiet, Verbose
+from specctl.cli.command import Json, Quiet, Verbose, app
 from specctl.cli.failures import explain
 from specctl.cli.output import output
 from specctl.errors import ReaderGone, SpecctlError, UsageError
 from specctl.redaction import redacted
-from specctl.subcommands import SUBCOMMANDS
+from specctl.subcommands import SUBCOMMANDS, TODAY
 
-app = typer.Typer(
-    name="specctl",
-    help="Train, adapt, select and measure draft heads for speculative decoding.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 for row in SUBCOMMANDS.values():
-    importlib.import_module(f"specctl.{row.cli}").register(app)
+    importlib.import_module(f"specctl.{row.cli}")
+# One module imports another, which registers its command first.
+app.registered_commands.sort(key=lambda one: [*SUBCOMMANDS].index(TODAY.get(str(one.name), str(one.name))))
 
 
 @app.callback(invoke_without_command=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
-
+from specctl.cli import checks
 from specctl.cli.command import execute, library_output, recipe_command
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
@@ -42,24 +41,17 @@ COLUMNS = {
 }
 """Row fields shown to people, with their headings; net: the time of learning counts."""
 SHARES = {"learn_share"}
-EXAMPLE = "specctl online --algo opt-hydra --schedule sql:400,math:400"
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "online", FLAGS, EXAMPLE, earlier=EARLIER)(online)
-
-
+@recipe_command("online", FLAGS, "specctl online --algo opt-hydra --schedule sql:400,math:400", earlier=EARLIER)
 def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     """Decode a stream of prompts with drafters that keep learning from the verification of their drafts.
 
     `learn-from-server` learns from running engines, and `reason` drafts whole reasoning steps.
     """
-    from specctl.cli import checks
-
     checks.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
     recipe = with_checks(recipe)
-    if recipe.output_dir:
-        checks.check_output("online", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+    checks.check_run_dir("online", recipe)
     first = warm_ups(recipe)
     data = {path: distillation for training in first for path, distillation in missing_distillations(training).items()}
     if dry_run:
@@ -73,7 +65,6 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
 
 def with_checks(recipe: OnlineRecipe) -> OnlineRecipe:
     """Check drafters, policy and pool, and return the recipe with the family of its first drafter."""
-    from specctl.cli import checks
     from specctl.selection.policies import registry
 
     recipe = with_init_family(recipe)
@@ -85,7 +76,6 @@ def with_checks(recipe: OnlineRecipe) -> OnlineRecipe:
 
 def with_init_family(recipe: Learning) -> Learning:
     """Return the recipe with the family of its drafter `init`, unless it names a family itself."""
-    from specctl.cli import checks
     from specctl.drafters import checkpoint
     from specctl.errors import RecipeError
     from specctl.families import online_families

@@ -5,23 +5,16 @@ from typing import Annotated, Any
 
 import typer
 
-from specctl.cli.command import command
+from specctl.cli.command import command, command_group
 from specctl.cli.output import cell, output, table
 from specctl.errors import UsageError
 
 GRAFANA = "Dashboard of Grafana, for the metrics of serve"
+GROUP = command_group("recipes", "ls | show | cp | validate.")
 Name = Annotated[str, typer.Argument(help="A name from `specctl recipes ls`, or a file.")]
 
 
-def register(app: typer.Typer) -> None:
-    group = typer.Typer(name="recipes", help="ls | show | cp | validate.", no_args_is_help=True)
-    command(group, "ls")(ls)
-    command(group, "show")(show)
-    command(group, "cp")(cp)
-    command(group, "validate")(validate)
-    app.add_typer(group)
-
-
+@command("ls", group=GROUP)
 def ls() -> None:
     """List the recipes in the package."""
     from specctl.recipe.resolve import shipped
@@ -31,6 +24,7 @@ def ls() -> None:
     output.result({"recipes": rows}, _listing, brief=names)
 
 
+@command("show", group=GROUP)
 def show(name: Name) -> None:
     """Print a recipe."""
     from specctl.recipe.resolve import read
@@ -39,6 +33,7 @@ def show(name: Name) -> None:
     output.result({"name": name, "text": text}, lambda doc: cell(doc["text"].rstrip()), brief=text.rstrip())
 
 
+@command("cp", group=GROUP)
 def cp(name: Name, to: Annotated[Path, typer.Argument(help="The file to write, or a directory.")]) -> None:
     """Copy a recipe, to edit it and pass it to --recipe."""
     from specctl.recipe.resolve import read
@@ -55,6 +50,7 @@ def cp(name: Name, to: Annotated[Path, typer.Argument(help="The file to write, o
     output.result(document, lambda doc: f"wrote {cell(doc['written'])}", brief=str(target))
 
 
+@command("validate", group=GROUP)
 def validate(name: Name) -> None:
     """Check a recipe, and report all its problems at once, with file and line."""
     from specctl.recipe import command_for

@@ -19,13 +19,9 @@ OutputDir = Annotated[
     typer.Option("--output-dir", help="Default: RUN/report, or ./runs/report-<time>-<id> for several runs."),
 ]
 Csv = Annotated[bool, typer.Option("--csv", metavar=options.SWITCH, help="Also write every table as a CSV file.")]
-EXAMPLE = "specctl report runs/eval-A runs/eval-B --csv"
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "report", EXAMPLE)(report)
-
-
+@command("report", "specctl report runs/eval-A runs/eval-B --csv")
 def report(runs: Runs = None, output_dir: OutputDir = None, csv: Csv = False) -> None:
     """Write one HTML page and PNG pictures about runs. Several runs of one command are compared."""
     from specctl import api

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
-
+from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
@@ -48,23 +47,16 @@ MODELLED = {"speedup": "× plain, modeled", "over_best_arm": "× fastest arm, mo
 """Headings in a replay."""
 BY_SPEED = {"share_of_best": "of fastest arm, by game", "best_arm_ratio": "fastest arm played"}
 """Headings if policies play for tokens per second."""
-EXAMPLE = "specctl select --algo cgp-ucb,hedgespec --pool ./drafters"
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "select", FLAGS, EXAMPLE, earlier=EARLIER)(select)
-
-
+@recipe_command("select", FLAGS, "specctl select --algo cgp-ucb,hedgespec --pool ./drafters", earlier=EARLIER)
 def select(recipe: SelectRecipe, dry_run: bool) -> None:
     """Choose among a pool of drafters while decoding: bandits, Hedge, and their baselines on one stream.
 
     A policy forgets after every query, unless --reset says otherwise; only cgp-ucb keeps its memory of prompts.
     `replay` plays policies without a model, and `serve --server` chooses among engines with different drafters."""
-    from specctl.cli import checks
-
     recipe, arms = checked(recipe)
-    if recipe.output_dir:
-        checks.check_output("select", recipe.output_dir, overwrite=recipe.overwrite)
+    checks.check_run_dir("select", recipe)
     run_or_plan("select", recipe, dry_run, lambda: steps(recipe, arms), show, "run_dir")
 
 
@@ -91,8 +83,6 @@ def checked(recipe: Played) -> tuple[Played, list[str]]:
 
 def with_pool(recipe: Pooled, rivals: Sequence[str] = ()) -> tuple[Pooled, list[str]]:
     """Check the drafters and prompts. Return the recipe with the domains of its pool, and the paths of the pool."""
-    from specctl.cli import checks
-
     checks.check_drafters([*rivals, *recipe.drafters], recipe.drafting)
     # These imports take seconds, so they come after the checks for misspelled names.
     from specctl.commands.select import with_domains_of_pool
@@ -107,8 +97,6 @@ def with_pool(recipe: Pooled, rivals: Sequence[str] = ()) -> tuple[Pooled, list[
 
 
 def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
-    from specctl.cli import checks
-
     checks.check_made_for(recipe.target, recipe.rivals)
     arms = [*pool, *([recipe.companion_arm] if recipe.companion_arm and recipe.companion_arm not in pool else [])]
     plain = {None: " (and plain decoding, for policies that count seconds)", True: " and plain decoding"}.get(
@@ -125,8 +113,6 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
 
 def stream_steps(recipe: PoolRecipe, pool: list[str]) -> list[str]:
     """Return the steps that decode the stream with the drafters of a pool, in words."""
-    from specctl.cli import checks
-
     number = f"up to {recipe.limit}" if recipe.limit else "all"
     return [
         checks.check_target(recipe.target, pool, strict=recipe.strict),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import TARGET
 from specctl.cli.output import cell, table
@@ -40,11 +39,8 @@ LEARNING_COLUMNS = {
 """Fields of the learning of a row's drafter, with their headings, where drafters learn side by side."""
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "serve", FLAGS, EXAMPLE)(serve)
-    recipe_command(app, "route", FLAGS_OF_ROUTE, EXAMPLE)(serve)
-
-
+@recipe_command("serve", FLAGS, EXAMPLE)
+@recipe_command("route", FLAGS_OF_ROUTE, EXAMPLE)
 def serve(recipe: ServeRecipe, dry_run: bool) -> None:
     """Serve a target in OpenAI's protocol, with a drafter, or with a pool from which a policy chooses for each text.
 
@@ -53,7 +49,6 @@ def serve(recipe: ServeRecipe, dry_run: bool) -> None:
     With --learn, drafters learn from the texts that are served: in a pool, each from the texts that it drafted.
 
     / shows what it does, /metrics is for Prometheus. A signal ends it."""
-    from specctl.cli import checks
     from specctl.selection import dispatch
     from specctl.selection.policies import registry
 
@@ -65,15 +60,12 @@ def serve(recipe: ServeRecipe, dry_run: bool) -> None:
         from specctl.selection.arms import learners_of
 
         learners_of(recipe)
-    if recipe.output_dir:
-        checks.check_output("serve", recipe.output_dir, overwrite=recipe.overwrite)
+    checks.check_run_dir("serve", recipe)
     run_or_plan("serve", recipe, dry_run, lambda: steps(recipe), show, "run_dir")
 
 
 def steps(recipe: ServeRecipe) -> list[str]:
     """Return the plan in words."""
-    from specctl.cli import checks
-
     if recipe.server.urls and recipe.learn.enabled:
         urls = ", ".join(recipe.server.urls)
         log = "write the texts to a log in the run directory, which only its owner can read"

@@ -10,9 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import typer
-
 from specctl import progress
+from specctl.cli import checks
 from specctl.cli.command import execute, library_output, recipe_command
 from specctl.cli.options import TARGET
 from specctl.cli.output import fields, output, table
@@ -29,20 +28,14 @@ FLAGS = (
     *("arch", "domain", "each", "init", "lora", "prompts", "data_limit", "features_from"),
     *(*TARGET, "seed", "log", "output_dir", "resume", "overwrite"),
 )
-EXAMPLE = "specctl train-drafter --domain sql --arch eagle3 --prompts sql.jsonl"
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "train-drafter", FLAGS, EXAMPLE)(train_drafter)
-
-
+@recipe_command("train-drafter", FLAGS, "specctl train-drafter --domain sql --arch eagle3 --prompts sql.jsonl")
 def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     """Train or fine-tune a drafter with DeepSpeed. Data is distilled first if there is none for the domain.
 
     For several processes: torchrun --nproc-per-node 2 -m specctl train-drafter …
     """
-    from specctl.cli import checks
-
     check_data(recipe)
     if recipe.features.servers is not None:
         from specctl.training.served_features import addresses
@@ -88,7 +81,6 @@ def check_data(recipe: TrainRecipe) -> None:
 
     Raises UsageError, DataError.
     """
-    from specctl.cli import checks
     from specctl.distillation import store
 
     if recipe.data.prompts is None and recipe.corpus is None and all(map(store.exists, recipe.data_dirs)):
@@ -103,7 +95,6 @@ def check_target(recipe: TrainRecipe) -> None:
 
     This comes before thousands of responses are distilled. Raises CheckpointError, UsageError.
     """
-    from specctl.cli import checks
     from specctl.families import FAMILIES
     from specctl.recipe import DrafterRecipe
 
@@ -123,7 +114,6 @@ def check_layers(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> None:
 
     Raises CheckpointError.
     """
-    from specctl.cli import checks
     from specctl.decoding.models.supported import unsupported_error
     from specctl.families import FAMILIES
 
@@ -145,7 +135,6 @@ def with_adapters(recipe: TrainRecipe) -> tuple[TrainRecipe, dict[Path, str]]:
 
     Raises CheckpointError, also if an adapter does not fit the target, and UsageError.
     """
-    from specctl.cli import checks
     from specctl.training import adapters
 
     recipe, found = adapters.with_adapters(recipe)
@@ -178,8 +167,6 @@ def with_generalist(recipe: TrainRecipe) -> TrainRecipe:
 
 def with_init_arch(recipe: TrainRecipe, init: Path) -> TrainRecipe:
     """Return the recipe with the architecture of its drafter `init`, unless it names one itself."""
-    from specctl.cli import checks
-
     checks.check_directory(str(init))
     from specctl.drafters import checkpoint
     from specctl.families import FAMILIES
@@ -280,7 +267,6 @@ class Expected(NamedTuple):
 
 def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Expected:
     """Estimate memory, disk space and time of the training from configurations."""
-    from specctl.cli import checks
     from specctl.decoding.models.loading import load_config
     from specctl.families import trainable_families
     from specctl.training.estimate import estimate
@@ -323,7 +309,7 @@ def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
 
 
 def steps(recipes: list[TrainRecipe], adapters: list[dict[Path, str]], first: dict[Path, DistillRecipe]) -> list[str]:
-    from specctl.cli import checks, distill
+    from specctl.cli import distill
     from specctl.families import trainable_families
 
     plans = [step for missing in first.values() for step in distill.steps(missing)]
@@ -369,7 +355,6 @@ def _training(recipe: TrainRecipe) -> list[str]:
 
 def _checks(recipe: TrainRecipe) -> list[str]:
     """Return lines about the choice of a checkpoint, as far as the target's configuration is on this machine."""
-    from specctl.cli import checks
     from specctl.training.estimate import loads_layers_here
 
     prompts, every = recipe.eval.prompts, recipe.eval.every
@@ -391,7 +376,6 @@ def _served(recipe: TrainRecipe) -> list[str]:
 
     The latter need the target's configuration on this machine.
     """
-    from specctl.cli import checks
     from specctl.decoding.models.loading import DTYPES, load_config
     from specctl.drafters import checkpoint
     from specctl.training import served_features

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specctl import progress
+from specctl.cli import checks
 from specctl.cli.command import execute
 from specctl.errors import Interrupted, UsageError
 
@@ -65,8 +66,6 @@ def warm_up(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[Any, Di
 
 def warm_up_steps(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
     """Return the first steps of a plan in words: the target's check and the warm-up."""
-    from specctl.cli import checks
-
     starts = [str(recipe.initial_drafter(family)) for family in recipe.families]
     return [
         checks.check_target(recipe.target, starts),

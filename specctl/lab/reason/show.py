@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from specctl.cli import checks
 from specctl.cli.command import execute, library_output, recipe_command
 from specctl.cli.options import TARGET
 from specctl.cli.output import cell, output, table
@@ -23,7 +22,6 @@ FLAGS = (
     *("step_algo", "domain", "prompts", "data_limit", "schedule", "mixing", "chunk", "seeds", "allow_code_execution"),
     *(*TARGET, "temperature", "top_p", "top_k", "seed", "output_dir", "resume", "overwrite"),
 )
-EXAMPLE = "specctl reason --algo online-lr,osd-lr --prompts math.jsonl reasoning.depth=auto"
 
 COLUMNS = {
     "mode": "mode",
@@ -44,20 +42,14 @@ INTERVALS = {"speedup", *SHARES}
 """Rates that are shown with their intervals."""
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "reason", FLAGS, EXAMPLE)(reason)
-
-
+@recipe_command("reason", FLAGS, "specctl reason --algo online-lr,osd-lr --prompts math.jsonl reasoning.depth=auto")
 def reason(recipe: ReasonRecipe, dry_run: bool) -> None:
     """Draft whole reasoning steps with a small LM along a stream of prompts, and let it learn from rejected steps.
 
     It is not lossless, so final answers are compared with the target's. A missing draft LM is trained first."""
-    from specctl.cli import checks
-
     checks.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
     check(recipe)
-    if recipe.output_dir:
-        checks.check_output("reason", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+    checks.check_run_dir("reason", recipe)
     first = warm_ups(recipe)
     data = {path: distillation for training in first for path, distillation in missing_distillations(training).items()}
     if dry_run:
@@ -74,7 +66,6 @@ def check(recipe: ReasonRecipe) -> None:
 
     Raises UsageError, CheckpointError.
     """
-    from specctl.cli import checks
     from specctl.decoding.models.loading import location
     from specctl.drafters import checkpoint
 
@@ -102,7 +93,6 @@ def check_draft(recipe: ReasonRecipe) -> None:
 
 def steps(recipe: ReasonRecipe) -> list[str]:
     """Return the plan after the warm-up in words."""
-    from specctl.cli import checks
     from specctl.lab.reasoning.modes import LEARNING
 
     reasoning = recipe.reasoning.resolved(recipe.target.name)

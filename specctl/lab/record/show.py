@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
+from specctl.cli import checks
 from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.select import show, stream_steps, with_pool
@@ -17,23 +16,19 @@ FLAGS = (
     *("pool", "drafters", "strict", "domain", "prompts", "limit", "session", *TARGET, *SAMPLING),
     *("output_dir", "resume", "overwrite"),
 )
-EXAMPLE = "specctl record table.parquet --pool ./drafters"
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "record", FLAGS, EXAMPLE, Operand("record", "File of the table.", "TABLE"))(record)
-
-
+@recipe_command(
+    "record", FLAGS, "specctl record table.parquet --pool ./drafters", Operand("record", "File of the table.", "TABLE")
+)
 def record(recipe: RecordRecipe, dry_run: bool) -> None:
     """Record every drafter's drafts at every position of the answers, in a table for `replay`."""
-    from specctl.cli import checks
     from specctl.lab.recorded import recording
 
     recipe, pool = with_pool(recipe)
     # Checked before the run directory: --overwrite would replace both.
     recording.check_free(recipe.table, resume=recipe.resume, overwrite=recipe.overwrite)
-    if recipe.output_dir:
-        checks.check_output("record", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+    checks.check_run_dir("record", recipe)
     run_or_plan("record", recipe, dry_run, lambda: steps(recipe, pool), show, "run_dir")
 
 

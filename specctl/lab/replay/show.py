@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
+from specctl.cli import checks
 from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.select import presets, show
 
@@ -13,23 +12,22 @@ if TYPE_CHECKING:
     from specctl.lab.replay.recipe import ReplayRecipe
 
 FLAGS = ("algo", "reset", "session", "seeds", "seed", "output_dir", "overwrite")
-EXAMPLE = "specctl replay table.parquet --algo cgp-ucb,hedgespec --seeds 0,1,2"
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "replay", FLAGS, EXAMPLE, Operand("replay", "File of the table.", "TABLE"))(replay)
-
-
+@recipe_command(
+    "replay",
+    FLAGS,
+    "specctl replay table.parquet --algo cgp-ucb,hedgespec --seeds 0,1,2",
+    Operand("replay", "File of the table.", "TABLE"),
+)
 def replay(recipe: ReplayRecipe, dry_run: bool) -> None:
     """Play policies on a recorded table in seconds, beside every arm and the oracle. No model is loaded.
 
     `specctl record` writes the table. Speeds are modeled from the costs in the table."""
-    from specctl.cli import checks
     from specctl.selection.policies import registry
 
     registry.check(recipe.algo)
-    if recipe.output_dir:
-        checks.check_output("replay", recipe.output_dir, overwrite=recipe.overwrite)
+    checks.check_run_dir("replay", recipe)
     run_or_plan("replay", recipe, dry_run, lambda: steps(recipe), show, "run_dir")
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
-from specctl.cli import select
+from specctl.cli import checks, select
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
 
@@ -18,22 +16,15 @@ FLAGS = (
     *("reset", "session", "select_baselines", "rivals", "batch", "seeds", *TARGET, *SAMPLING),
     *("save_outputs", "output_dir", "overwrite"),
 )
-EXAMPLE = "specctl train-router --algo router,hedgespec --pool ./drafters"
 
 
-def register(app: typer.Typer) -> None:
-    recipe_command(app, "train-router", FLAGS, EXAMPLE)(train_router)
-
-
+@recipe_command("train-router", FLAGS, "specctl train-router --algo router,hedgespec --pool ./drafters")
 def train_router(recipe: TrainRouterRecipe, dry_run: bool) -> None:
     """Train a classifier that picks a drafter from the prompt, and measure it beside the policies of `select`.
 
     It plays as the policy `router`. train_router=false uses the trained classifier in --router."""
-    from specctl.cli import checks
-
     recipe, pool = select.checked(recipe)
-    if recipe.output_dir:
-        checks.check_output("train-router", recipe.output_dir, overwrite=recipe.overwrite)
+    checks.check_run_dir("train-router", recipe)
     run_or_plan("train-router", recipe, dry_run, lambda: steps(recipe, pool), select.show, "run_dir")
 
 
