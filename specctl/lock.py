@@ -5,8 +5,8 @@ ends, kill -9 included. So on one machine a lock file without a flock was left b
 process has since got its pid.
 
 Some network file systems keep flocks within one machine, or do not support them. There the signature decides: every
-`BEAT` seconds the holder increments its counter. If a signature does not change for `PATIENCE` beats, its holder is
-dead. The clocks of two machines are never compared.
+`BEAT` seconds the holder increments its counter. If the signature of another machine, or on a file system without
+flocks, does not change for `PATIENCE` beats, its holder is dead. The clocks of two machines are never compared.
 
 Child processes do not inherit the flock: Python closes descriptors on exec, our workers are spawned, and the one forked
 process (`decoding.models.chat`) closes them. So a child that outlives its parent does not keep the lock.
@@ -16,7 +16,6 @@ import errno
 import fcntl
 import json
 import os
-import secrets
 import socket
 import stat
 import threading
@@ -34,7 +33,7 @@ SIGNATURE = 512  # bytes of a signature
 BEAT = 15.0  # seconds between two signatures
 PATIENCE = 4  # beats without a change after which the holder counts as dead
 Signature = dict[str, Any]
-"""Holder of a lock: host, pid and time describe it; machine, id and beats show whether it still holds the lock."""
+"""Holder of a lock: host, pid and time name it, and beats shows that it lives. Empty if the file is unsigned."""
 
 HINT = "wait for that process or stop it, and start again; or use another --output-dir now"
 
@@ -54,8 +53,8 @@ class Lock:
 
     def __init__(self, path: Path, protected: Path | None = None, hint: str = HINT):
         self.path, self.protected, self._hint = path, protected or path.parent, hint
-        self._ended, self._signing = threading.Event(), threading.Lock()
-        self._id, self._beats, self._since = secrets.token_hex(4), 0, time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        self._ended, self._signing, self._beats = threading.Event(), threading.Lock(), 0
+        self._own = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         try:
             self._fd = self._acquire()
         except OSError as error:
@@ -68,82 +67,48 @@ class Lock:
             if self._ended.is_set():
                 return
             self._ended.set()
-        if same_file(self._fd, self.path) and self._read_signature().get("id", self._id) == self._id:
+        if same_file(self._fd, self.path) and not self._successor():
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
 
     def _acquire(self) -> int:
+        """Return the descriptor of the lock file, flocked and signed."""
         while True:
-            fd = self._create()
-            if fd is None:
-                fd = self._take_over()
-            if fd is not None:
-                return fd
-
-    def _create(self) -> int | None:
-        """Create a lock file that is flocked and signed before others see it. Returns None if a lock file exists."""
-        if os.path.lexists(self.path):
-            return None
-        draft = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.{os.getpid()}.tmp")
-        fd = _new(draft)
-        try:
-            _flock(fd)
-            self._sign(fd)
-            os.link(draft, self.path)  # fails if the file exists, also on network file systems
-            return fd
-        except OSError as error:
+            fd = self._open()
+            try:
+                holder = self._checked_signature(fd)
+                flocked = self._flock(fd)
+                if same_file(fd, self.path):  # otherwise the file was released between our open and our flock
+                    if holder:
+                        if not flocked or holder["host"] != self._own["host"]:
+                            self._await_silence(holder)
+                        log = f"taking over {self.protected} from {describe_holder(holder)}, which has ended"
+                        progress.log(log)
+                    self._sign(fd)
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
             os.close(fd)
-            return None if isinstance(error, FileExistsError) else self._create_unlinked()
-        finally:
-            draft.unlink(missing_ok=True)
 
-    def _create_unlinked(self) -> int | None:
-        """Create the lock file on a file system without hard links.
-
-        Another process may open it before it is signed: the flock keeps that process out, or `_await_silence` waits
-        until the signature appears. Returns None if a lock file exists.
-        """
+    def _open(self) -> int:
         try:
-            fd = _new(self.path)
-        except FileExistsError:
-            return None
-        _flock(fd)
-        self._sign(fd)
-        return fd
-
-    def _take_over(self) -> int | None:
-        """Take over the existing lock file of a dead process. Returns None if the file has disappeared meanwhile.
-
-        Raises UsageError if another process holds the lock.
-        """
-        try:
-            fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError:
-            return None
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
                 raise self._foreign() from None
             raise
+
+    def _flock(self, fd: int) -> bool:
+        """Flock the file, or return False if the file system has no flocks. Raises UsageError if another process has
+        it."""
         try:
-            holder = self._checked_signature(fd)
-            locked = _flock(fd)
-            if locked is None:
-                raise self._busy(self._read_signature())
-            if not same_file(fd, self.path):  # released between our open and our flock
-                os.close(fd)
-                return None
-            in_sight = locked and holder.get("machine") == _machine(fd)
-            if not in_sight:
-                self._await_silence(holder)
-            self._sign(fd)
-            if not in_sight:
-                self._confirm()
-            progress.log(f"taking over {self.protected} from {describe_holder(holder)}, which has ended")
-            return fd
-        except BaseException:
-            with suppress(OSError):
-                os.close(fd)
-            raise
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._busy(self._read_signature()) from None
+        except OSError:
+            return False
+        return True
 
     def _await_silence(self, holder: Signature) -> None:
         """Return once the signature has not changed for `PATIENCE` beats. Raises UsageError if it changes."""
@@ -159,12 +124,6 @@ class Lock:
             if (seen := self._read_signature()) != holder:
                 raise self._busy(seen)
 
-    def _confirm(self) -> None:
-        """Raise UsageError if another process, which does not see our flock, has signed after this one."""
-        time.sleep(BEAT)
-        if (seen := self._read_signature()).get("id") != self._id:
-            raise self._busy(seen)
-
     def _read_signature(self) -> Signature:
         """Return the signature now in the file, opened anew: then a network file system asks its server."""
         with suppress(OSError), regular_files.open_regular(self.path) as file:
@@ -172,7 +131,7 @@ class Lock:
         return {}
 
     def _checked_signature(self, fd: int) -> Signature:
-        """Return the signature in an open file, empty if it is unsigned.
+        """Return the signature in an open file.
 
         Raises UsageError if the file is not a lock of specctl: signing would destroy it.
         """
@@ -187,16 +146,18 @@ class Lock:
     def _sign(self, fd: int) -> None:
         """Sign in one write of fixed size: a process that is killed meanwhile leaves no lock without an owner."""
         self._beats += 1
-        about = {"host": socket.gethostname(), "pid": os.getpid(), "time": self._since}
-        signature = about | {"machine": _machine(fd), "id": self._id, "beats": self._beats}
-        os.pwrite(fd, json.dumps(signature).ljust(SIGNATURE).encode(), 0)
+        os.pwrite(fd, json.dumps(self._own | {"beats": self._beats}).ljust(SIGNATURE).encode(), 0)
         os.fsync(fd)
+
+    def _successor(self) -> Signature | None:
+        """Return the signature of another process in the file, or None."""
+        holder = self._read_signature()
+        return holder if holder and not self._own.items() <= holder.items() else None
 
     def _heartbeat(self) -> None:
         """Sign every `BEAT` seconds, until the lock is released or another process has taken it over."""
         while not self._ended.wait(BEAT):
-            holder = self._read_signature()
-            if holder.get("id", self._id) != self._id and not self._ended.is_set():
+            if (holder := self._successor()) and not self._ended.is_set():
                 return progress.warn(
                     f"{self.protected} was taken over by {describe_holder(holder)}: stop one of the two processes"
                 )
@@ -244,30 +205,6 @@ def same_file(fd: int, path: Path) -> bool:
         return False
     here = os.fstat(fd)
     return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
-
-
-def _new(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-
-
-def _flock(fd: int) -> bool | None:
-    """Try to flock a file: True if we have it now, False without support of flocks, None if another process has it."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return False
-    return True
-
-
-def _machine(fd: int) -> str:
-    """Return an id that is equal for processes that see each other's flocks: same kernel and mounted file system."""
-    try:
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        kernel = socket.gethostname()
-    return f"{kernel}/{os.fstat(fd).st_dev}"
 
 
 def _parsed(content: bytes) -> Signature | None:

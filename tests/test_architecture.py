@@ -201,7 +201,7 @@ def test_an_import_from_another_family_is_noticed():
 PATHS = {"read_text", "read_bytes"}
 LIBRARIES = {"load_file", "safe_open", "ParquetFile", "read_table", "read_schema"}
 """They open whatever is there, so that it is to be looked at before."""
-OUR_OWN = {"chat._size", "lock._machine", "native._source"}
+OUR_OWN = {"chat._size", "native._source"}
 OUR_OWN |= {
     *("app.front_page", "guide.text", "phrasebook.read", "resolve.shipped", "resolve.visit", "runs.cpu_field"),
     *("threads._limit", "threads._lines"),
