@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
-from specctl.cli.output import cell, table
-from specctl.reporting.tables import machine, unusable_notes, with_mark
+from specctl.cli.output import cell, records
+from specctl.reporting.tables import headings, machine, unusable_notes
 
 if TYPE_CHECKING:
     from specctl.recipe import BenchRecipe
@@ -17,60 +17,37 @@ FLAGS = (
     *("parts", "shape", "drafters", "batches", "domain", "prompts", "limit", *TARGET, *SAMPLING),
     *("output_dir", "overwrite"),
 )
-KERNELS = {
-    "kernel": "kernel",
-    "size": "size",
-    "ours_ms": "ms",
-    "eager_ms": "eager ms",
-    "ratio": "eager / ours",
-    "floor_ms": "floor ms",
-    "share_of_floor": "of floor",
-    "graphs": "graphs",
-    "memory": "of its memory",
-}
-STEPS = {
-    "rows": "rows",
-    "ours_ms": "step ms",
-    "transformers_ms": "transformers ms",
-    "ratio": "transformers / ours",
-    "of_one_row": "× one row",
-    "weights_ms": "reading weights ms",
-}
-ROUNDS = {
-    "drafter": "drafter",
-    "rows": "rows",
-    "graphs": "graphs",
-    "round_ms": "round ms",
-    "target_ms": "of it target ms",
-    "overhead": "overhead",
-    "of_weights": "× reading weights",
-}
-DECODING = {
-    "drafter": "drafter",
-    "batch": "batch",
-    "draft_length": "draft",
-    "mat": "mat",
-    "tokens_per_s": "tokens/s",
-    "with_prefill": "with prefill",
-    "speedup": "× plain",
-    "of_batch_1": "× batch 1",
-    "speedup_transformers": "× transformers",
-    "graphs": "graphs",
-}
-FLOORS = {
-    "gpu": "GPU",
-    "gpus": "GPUs",
-    "batch": "batch",
-    "context": "context",
-    "weights_ms": "weights ms",
-    "kv_ms": "keys, values ms",
-    "plain_ms": "plain step ms ≥",
-    "tokens_per_s": "tokens/s ≤",
-    "rows": "rows",
-    "rows_ms": "their step ms ≥",
-    "of_plain": "× plain step",
-}
-"""Row fields shown to people, with their headings."""
+KERNELS = headings(
+    *("kernel", "size", "ours_ms", "eager_ms", "ratio", "floor_ms", "share_of_floor", "graphs"),
+    ratio="eager / ours",
+    memory="of its memory",
+)
+STEPS = headings(
+    *("rows", "ours_ms", "transformers_ms", "ratio", "of_one_row"),
+    ours_ms="step ms",
+    ratio="transformers / ours",
+    weights_ms="reading weights ms",
+)
+ROUNDS = headings(
+    *("drafter", "rows", "graphs", "round_ms", "target_ms", "overhead"),
+    target_ms="of it target ms",
+    of_weights="× reading weights",
+)
+DECODING = headings(
+    *("drafter", "batch", "draft_length", "mat", "tokens_per_s", "with_prefill", "speedup", "of_batch_1"),
+    *("speedup_transformers", "graphs"),
+    draft_length="draft",
+)
+FLOORS = headings(
+    *("gpu", "gpus", "batch", "context", "weights_ms", "kv_ms", "plain_ms", "tokens_per_s", "rows", "rows_ms"),
+    gpu="GPU",
+    gpus="GPUs",
+    kv_ms="keys, values ms",
+    plain_ms="plain step ms ≥",
+    tokens_per_s="tokens/s ≤",
+    rows_ms="their step ms ≥",
+    of_plain="× plain step",
+)
 
 
 @recipe_command("bench", FLAGS, "specctl bench --parts steps,decoding --drafter drafters/sql-eagle3")
@@ -115,7 +92,7 @@ def show(document: dict[str, Any]) -> Any:
     from rich.console import Group
 
     tables = [
-        table(*columns.values(), rows=[[with_mark(row, name) for name in columns] for row in document[part]])
+        records(document[part], columns)
         for part, columns in (
             ("kernels", KERNELS),
             ("steps", STEPS),

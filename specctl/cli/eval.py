@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
-from specctl.cli.output import cell, table
-from specctl.reporting.tables import machine, unusable_notes, with_mark
+from specctl.cli.output import cell, records
+from specctl.reporting.tables import headings, machine, unusable_notes
 from specctl.threads import counted
 
 if TYPE_CHECKING:
@@ -21,28 +21,10 @@ FLAGS = (
 )
 EARLIER = ("server", "baseline_server", "concurrency", "mats")
 """Flags of commands that were modes of this one."""
-COLUMNS = {
-    "drafter": "drafter",
-    "domain": "domain",
-    "mat": "mat",
-    "accept_rate": "accepted",
-    "tokens_per_s": "tokens/s",
-    "speedup": "× plain",
-    "speedup_transformers": "× transformers",
-    "tokens": "tokens",
-}
-"""Row fields shown to people, with their headings."""
-LENGTHS = {
-    "drafter": "drafter",
-    "over": "prompts over",
-    "up_to": "up to, tokens",
-    "mat": "mat",
-    "accept_rate": "accepted",
-    "speedup": "× plain",
-    "tokens": "tokens",
-    "prompts": "of",
-}
-"""Fields of a row by prompt length, with their headings."""
+COLUMNS = headings(
+    *("drafter", "domain", "mat", "accept_rate", "tokens_per_s", "speedup", "speedup_transformers", "tokens")
+)
+LENGTHS = headings("drafter", "over", "up_to", "mat", "accept_rate", "speedup", "tokens", prompts="of")
 
 
 @recipe_command(
@@ -97,10 +79,9 @@ def show(document: dict[str, Any], measured: str) -> Any:
 
     from specctl.cli.matrix import render
 
-    rows = [[with_mark(row, name) for name in COLUMNS] for row in document["rows"]]
     return Group(
-        *(render(document["matrix"]) if document["matrix"] else [table(*COLUMNS.values(), rows=rows)]),
-        *by_length(document["lengths"]),
+        *(render(document["matrix"]) if document["matrix"] else [records(document["rows"], COLUMNS)]),
+        *([records(document["lengths"], LENGTHS)] if document["lengths"] else []),
         *map(cell, unusable_notes(document)),
         "drafters against plain decoding: " + verdict(document["lossless"]),
         "plain decoding against transformers: " + verdict(document["lossless_transformers"]),
@@ -109,11 +90,6 @@ def show(document: dict[str, Any], measured: str) -> Any:
         f"machine: {machine(document['machine'])}",
         f"run: {cell(document['run_dir'])}",
     )
-
-
-def by_length(rows: list[dict[str, Any]]) -> list[Any]:
-    """Render the rows by prompt length, if there are several lengths."""
-    return [table(*LENGTHS.values(), rows=[[with_mark(row, name) for name in LENGTHS] for row in rows])] if rows else []
 
 
 def later_turns(document: dict[str, Any], answers: str) -> list[str]:

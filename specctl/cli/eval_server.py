@@ -10,7 +10,8 @@ from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.eval import describe_prompts, later_turns
 from specctl.cli.options import SAMPLING, TARGET
-from specctl.cli.output import cell, table
+from specctl.cli.output import cell, records, table
+from specctl.reporting.tables import headings, text
 
 if TYPE_CHECKING:
     from specctl.recipe import EvalServerRecipe
@@ -20,34 +21,17 @@ FLAGS = (
     *(flag for flag in SAMPLING if flag != "exact"),
     *("output_dir", "overwrite"),
 )
-COLUMNS = {
-    "server": "server",
-    "domain": "domain",
-    "concurrency": "in flight",
-    "tokens_per_s": "tokens/s",
-    "request_tokens_per_s": "a request",
-    "first_token_s": "first token, s",
-    "token_s": "next, s",
-    "mat": "mat",
-    "cached_prompt": "cached",
-    "speedup": "× baseline",
-    "same_texts": "same texts",
-    "requests": "of",
-}
-"""Row fields of a server, with their headings; `a request`: tokens/s of a single request."""
-LENGTHS = {
-    "server": "server",
-    "concurrency": "in flight",
-    "over": "prompts over",
-    "up_to": "up to, tokens",
-    "request_tokens_per_s": "a request",
-    "first_token_s": "first token, s",
-    "token_s": "next, s",
-    "mat": "mat",
-    "speedup": "× baseline",
-    "requests": "of",
-}
-"""Row fields of a server by prompt length, with their headings."""
+COLUMNS = headings(
+    *("server", "domain", "concurrency", "tokens_per_s", "request_tokens_per_s", "first_token_s", "token_s", "mat"),
+    *("cached_prompt", "speedup", "same_texts"),
+    speedup="× baseline",
+    requests="of",
+)
+LENGTHS = headings(
+    *("server", "concurrency", "over", "up_to", "request_tokens_per_s", "first_token_s", "token_s", "mat"),
+    speedup="× baseline",
+    requests="of",
+)
 
 
 @recipe_command(
@@ -81,9 +65,6 @@ def show(document: dict[str, Any], measured: str) -> Any:
     """Render one row per server, domain and concurrency, then the acceptance at each draft position."""
     from rich.console import Group
 
-    from specctl.reporting.tables import text
-
-    rows = [[row[name] for name in COLUMNS] for row in document["servers"]]
     places = [
         f"accepted at each draft position, {row['server']}, {row['domain']}, {row['concurrency']} in flight: "
         + ", ".join(map(text, row["acceptance_by_position"]))
@@ -91,10 +72,9 @@ def show(document: dict[str, Any], measured: str) -> Any:
         if row["acceptance_by_position"]
     ]
     failures = sum(row["failures"] for row in document["servers"])
-    lengths = [[row[name] for name in LENGTHS] for row in document["lengths"]]
     return Group(
-        table(*COLUMNS.values(), rows=rows),
-        *([table(*LENGTHS.values(), rows=lengths)] if lengths else []),
+        records(document["servers"], COLUMNS),
+        *([records(document["lengths"], LENGTHS)] if document["lengths"] else []),
         *predicted_speedups(document["worth"]),
         *map(cell, places),
         *([f"{failures} requests failed and were retried"] if failures else []),

@@ -11,7 +11,7 @@ from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
 from specctl.cli.train_drafter import missing_distillations
 from specctl.cli.warm_up import stream_of, warm_up, warm_up_steps, warm_ups
-from specctl.reporting.tables import machine, unusable_notes, with_mark
+from specctl.reporting.tables import headings, machine, unusable_notes, with_mark
 from specctl.threads import counted
 
 if TYPE_CHECKING:
@@ -27,19 +27,10 @@ FLAGS = (
 )
 EARLIER = ("server", "baseline_server", "listen", "from_log", "allow_code_execution")
 """Flags of commands that were modes of this one."""
-COLUMNS = {
-    "algo": "contender",
-    "mat": "mat",
-    "mat_first": "first chunk",
-    "mat_last": "last chunk",
-    "mat_over_static": "× static",
-    "speedup": "× plain",
-    "speedup_with_training": "× plain, net",
-    "over_static_with_training": "tokens/s × static, net",
-    "over_lookup_with_training": "× lookup, net",
-    "learn_share": "learning",
-}
-"""Row fields shown to people, with their headings; net: the time of learning counts."""
+COLUMNS = headings(
+    *("algo", "mat", "mat_first", "mat_last", "mat_over_static", "speedup", "speedup_with_training"),
+    *("over_static_with_training", "over_lookup_with_training", "learn_share"),
+)
 SHARES = {"learn_share"}
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl import progress
 from specctl.cli.failures import Failure
-from specctl.reporting.tables import machine, text
+from specctl.reporting.tables import machine, text, with_mark
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -116,6 +116,11 @@ def table(*columns: str, rows: list[list[Any]]) -> RenderableType:
     for row in rows:
         made.add_row(*(cell(value) for value in row))
     return made
+
+
+def records(rows: list[dict[str, Any]], columns: dict[str, str]) -> RenderableType:
+    """Return a table of the fields in `columns`, with their headings; numbers that cannot be used are marked."""
+    return table(*columns.values(), rows=[[with_mark(row, name) for name in columns] for row in rows])
 
 
 def fields(document: dict[str, Any]) -> RenderableType:

@@ -12,7 +12,7 @@ from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, table
 from specctl.errors import UsageError
-from specctl.reporting.tables import machine, unusable_notes, with_mark
+from specctl.reporting.tables import headings, machine, unusable_notes, with_mark
 
 if TYPE_CHECKING:
     from specctl.recipe import GameRecipe, PoolRecipe, SelectRecipe
@@ -26,23 +26,18 @@ FLAGS = (
 )
 EARLIER = ("record", "replay", "train_router", "router_dir", "server", "listen", "resume")
 """Flags of commands that were modes of this one."""
-COLUMNS = {
-    "algo": "contender",
-    "kind": "kind",
-    "mat": "mat",
-    "share_of_best": "of best arm",
-    "share_of_best_256": "in games of 256 tokens",
-    "share_after_256": "after 256 tokens",
-    "best_arm_ratio": "best arm played",
-    "speedup": "× plain",
-    "over_best_arm": "× fastest arm",
-    "speedup_at_least": "× plain, at least",
-    "over_best_arm_at_least": "× best arm, at least",
-    "decide_us_p50": "µs deciding",
-    "score_share": "scoring",
-    "switch_ms": "ms a switch",
-}
-"""Row fields shown to people, with their headings."""
+COLUMNS = headings(
+    *("algo", "kind", "mat", "share_of_best", "share_of_best_256", "share_after_256", "best_arm_ratio", "speedup"),
+    *("over_best_arm", "speedup_at_least", "over_best_arm_at_least", "decide_us_p50", "score_share", "switch_ms"),
+    share_of_best="of best arm",
+    share_of_best_256="in games of 256 tokens",
+    share_after_256="after 256 tokens",
+    best_arm_ratio="best arm played",
+    over_best_arm="× fastest arm",
+    decide_us_p50="µs deciding",
+    score_share="scoring",
+    switch_ms="ms a switch",
+)
 MODELLED = {"speedup": "× plain, modeled", "over_best_arm": "× fastest arm, modeled"}
 """Headings in a replay."""
 BY_SPEED = {"share_of_best": "of fastest arm, by game", "best_arm_ratio": "fastest arm played"}

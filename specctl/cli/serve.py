@@ -9,6 +9,7 @@ from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import TARGET
 from specctl.cli.output import cell, table
 from specctl.families import online_families
+from specctl.reporting.tables import headings
 
 if TYPE_CHECKING:
     from specctl.recipe import ServeRecipe
@@ -17,26 +18,18 @@ FLAGS = ("drafters", "pool", "strict", "choose", "server", "learn", "listen", "l
 FLAGS_OF_ROUTE = ("server", "listen", "algo", "seeds", "target", "output_dir", "overwrite")
 """Flags of the former command `route`."""
 EXAMPLE = "specctl serve --target MODEL --drafter drafters/sql-eagle3+lookup --listen 127.0.0.1:8000"
-COLUMNS = {
-    "drafter": "drafter",
-    "texts": "texts",
-    "rounds": "rounds",
-    "tokens": "tokens",
-    "accepted": "accepted",
-    "mat": "mat",
-    "share": "share",
-    "failures": "failed",
-    "broken": "broken off",
-}
-"""Row fields shown to people, with their headings; fields without a value are left out."""
-LEARNING_COLUMNS = {
-    "mat_first": "first mat",
-    "mat_last": "last mat",
-    "mat": "present mat",
-    "lessons": "lessons",
-    "rollbacks": "taken back",
-}
-"""Fields of the learning of a row's drafter, with their headings, where drafters learn side by side."""
+COLUMNS = headings(
+    *("drafter", "texts", "rounds", "tokens", "accepted", "mat", "share", "failures"), broken="broken off"
+)
+"""Fields without a value are left out."""
+LEARNING_COLUMNS = headings(
+    *("mat_first", "mat_last", "mat", "lessons"),
+    mat_first="first mat",
+    mat_last="last mat",
+    mat="present mat",
+    rollbacks="taken back",
+)
+"""Fields of the learning of a row's drafter, where drafters learn side by side."""
 
 
 @recipe_command("serve", FLAGS, EXAMPLE)

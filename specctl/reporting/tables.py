@@ -7,12 +7,54 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MARK = " !"
+HEADINGS = {
+    "accept_rate": "accepted",
+    "algo": "contender",
+    "cached_prompt": "cached",
+    "concurrency": "in flight",
+    "failures": "failed",
+    "first_token_s": "first token, s",
+    "learn_share": "learning",
+    "mat_first": "first chunk",
+    "mat_last": "last chunk",
+    "mat_over_static": "× static",
+    "of_batch_1": "× batch 1",
+    "of_one_row": "× one row",
+    "ours_ms": "ms",
+    "over": "prompts over",
+    "over_best_arm_at_least": "× best arm, at least",
+    "over_lookup_with_training": "× lookup, net",
+    "over_static_with_training": "tokens/s × static, net",
+    "request_tokens_per_s": "a request",
+    "share_of_floor": "of floor",
+    "speedup": "× plain",
+    "speedup_at_least": "× plain, at least",
+    "speedup_transformers": "× transformers",
+    "speedup_with_training": "× plain, net",
+    "step_acceptance": "steps accepted",
+    "token_s": "next, s",
+    "tokens_per_s": "tokens/s",
+    "unusable": "speeds not usable",
+    "up_to": "up to, tokens",
+}
+"""Usual headings of fields, if not their names; net: the time of learning counts."""
 SPEEDS = {"speedup", "speedup_transformers", "speedup_with_training"}
 """Fields to which a row's `unusable` applies."""
 
 
 class Unusable(float):
     """Number that is shown with a mark because it cannot be used."""
+
+
+def headings(*fields: str, **own: str) -> dict[str, str]:
+    """Return the headings of the columns of a table by field: `own` ones, or the usual ones."""
+
+    def heading(field: str) -> str:
+        if field.endswith("_interval") and field not in own:
+            return f"{heading(field.removesuffix('_interval'))}, 95 %"
+        return own.get(field) or HEADINGS.get(field) or field.replace("_", " ")
+
+    return {field: heading(field) for field in dict.fromkeys((*fields, *own))}
 
 
 def with_mark(row: Mapping[str, Any], name: str) -> Any:

@@ -10,7 +10,8 @@ import rich.console
 from transformers import LlamaForCausalLM
 
 from specctl import progress
-from specctl.cli.eval import by_length
+from specctl.cli.eval import LENGTHS
+from specctl.cli.output import records
 from specctl.commands.eval import evaluate, with_domains_of_drafters
 from specctl.decoding import metrics
 from specctl.decoding.plain import PLAIN
@@ -140,7 +141,7 @@ def test_rows_by_prompt_length(tmp_path, prompts, target, perfect, monkeypatch):
     assert {row.drafter for row in result.lengths} == {"perfect", "vanilla"}
     console = rich.console.Console(width=150)
     with console.capture() as shown:
-        console.print(*by_length([vars(row) for row in result.lengths]))
+        console.print(records([vars(row) for row in result.lengths], LENGTHS))
     assert "up to, tokens" in shown.get()
 
 

@@ -13,6 +13,7 @@ from specctl.cli.train_drafter import missing_distillations
 from specctl.cli.warm_up import stream_of, warm_up, warm_up_steps, warm_ups
 from specctl.errors import CheckpointError
 from specctl.families import LM
+from specctl.reporting.tables import headings
 from specctl.threads import counted
 
 if TYPE_CHECKING:
@@ -23,20 +24,18 @@ FLAGS = (
     *(*TARGET, "temperature", "top_p", "top_k", "seed", "output_dir", "resume", "overwrite"),
 )
 
-COLUMNS = {
-    "mode": "mode",
-    "step_acceptance": "steps accepted",
-    "accepted_per_target_step": "per target step",
-    "depth": "drafted a round",
-    "avg_len": "steps a round",
-    "mat": "mat",
-    "speedup": "× target",
-    "speedup_with_learning": "× target, net",
-    "tflops": "TFLOP",
-    "agreement": "answers of the target",
-    "accuracy": "right answers",
-}
-"""Row fields of a mode shown to people, with their headings; net: the time of learning counts."""
+COLUMNS = headings(
+    *("mode", "step_acceptance", "accepted_per_target_step", "depth", "avg_len", "mat", "speedup"),
+    accepted_per_target_step="per target step",
+    depth="drafted a round",
+    avg_len="steps a round",
+    speedup="× target",
+    speedup_with_learning="× target, net",
+    tflops="TFLOP",
+    agreement="answers of the target",
+    accuracy="right answers",
+)
+"""Row fields of a mode; net: the time of learning counts."""
 SHARES = {"step_acceptance", "agreement", "accuracy"}
 INTERVALS = {"speedup", *SHARES}
 """Rates that are shown with their intervals."""

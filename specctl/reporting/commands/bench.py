@@ -11,44 +11,31 @@ from specctl.reporting.collect import RunRecord
 from specctl.reporting.contents import Contents, Picture, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
-from specctl.reporting.tables import usable_value
+from specctl.reporting.tables import headings, usable_value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DECODING = {
-    "label": "drafter",
-    "batch": "batch",
-    "mat": "mat",
-    "tokens_per_s": "tokens/s",
-    "with_prefill": "tokens/s with prefill",
-    "speedup": "× plain",
-    "of_batch_1": "× batch 1",
-    "speedup_transformers": "× transformers",
-    "tokens": "tokens",
-    "unusable": "speed-up not usable",
-}
-STEPS = {
-    "label": "",
-    "rows": "rows",
-    "context": "context",
-    "ours_ms": "step ms",
-    "transformers_ms": "transformers ms",
-    "ratio": "transformers / ours",
-    "of_one_row": "× one row",
-    "weights_ms": "reading weights ms",
-}
-KERNELS = {
-    "label": "kernel",
-    "size": "size",
-    "backend": "backend",
-    "ours_ms": "ms",
-    "eager_ms": "eager ms",
-    "ratio": "eager / ours",
-    "floor_ms": "floor ms",
-    "share_of_floor": "of floor",
-    "memory": "of its memory",
-}
+DECODING = headings(
+    *("label", "batch", "mat", "tokens_per_s", "with_prefill", "speedup", "of_batch_1", "speedup_transformers"),
+    *("tokens", "unusable"),
+    label="drafter",
+    with_prefill="tokens/s with prefill",
+    unusable="speed-up not usable",
+)
+STEPS = headings(
+    *("label", "rows", "context", "ours_ms", "transformers_ms", "ratio", "of_one_row"),
+    label="step",
+    ours_ms="step ms",
+    ratio="transformers / ours",
+    weights_ms="reading weights ms",
+)
+KERNELS = headings(
+    *("label", "size", "backend", "ours_ms", "eager_ms", "ratio", "floor_ms", "share_of_floor"),
+    label="kernel",
+    ratio="eager / ours",
+    memory="of its memory",
+)
 
 Row = Mapping[str, Any]
 

@@ -9,38 +9,26 @@ from specctl.reporting.commands import acceptance
 from specctl.reporting.contents import Contents, Picture, records
 from specctl.reporting.curves import Panel
 from specctl.reporting.style import Looks
+from specctl.reporting.tables import headings
 
-SERVERS = {
-    "label": "server",
-    "engine": "engine",
-    "domain": "domain",
-    "concurrency": "in flight",
-    "requests": "texts",
-    "tokens": "tokens",
-    "tokens_per_s": "tokens/s",
-    "request_tokens_per_s": "tokens/s of a request",
-    "first_token_s": "first token, s",
-    "first_token_p95_s": "first token, s, 95 %",
-    "token_s": "next tokens, s",
-    "mat": "mat",
-    "mat_interval": "mat, 95 %",
-    "cached_prompt": "cached share of prompts",
-    "speedup": "× baseline",
-    "speedup_interval": "× baseline, 95 %",
-    "same_texts": "same texts",
-    "failures": "failures",
+SERVERS = headings(
+    *("label", "engine", "domain", "concurrency", "requests", "tokens", "tokens_per_s", "request_tokens_per_s"),
+    *("first_token_s", "first_token_p95_s", "token_s", "mat", "mat_interval", "cached_prompt", "speedup"),
+    *("speedup_interval", "same_texts", "failures"),
+    label="server",
+    requests="texts",
+    request_tokens_per_s="tokens/s of a request",
+    first_token_p95_s="first token, s, 95 %",
+    token_s="next tokens, s",
+    cached_prompt="cached share of prompts",
+    speedup="× baseline",
+    failures="failures",
+)
+LENGTHS = headings("label", "concurrency", "over", "up_to", label="server") | {
+    key: SERVERS[key]
+    for key in ("requests", "request_tokens_per_s", "first_token_s", "token_s", "mat", "mat_interval", "speedup")
 }
-LENGTHS = {
-    "label": "server",
-    "concurrency": "in flight",
-    "over": "prompts over",
-    "up_to": "up to, tokens",
-    **{
-        key: SERVERS[key]
-        for key in ("requests", "request_tokens_per_s", "first_token_s", "token_s", "mat", "mat_interval", "speedup")
-    },
-}
-WORTH = {"label": "run", "concurrency": "in flight", "mat": "mat", "break_even": "even at mat"}
+WORTH = headings("label", "concurrency", "mat", label="run", break_even="even at mat")
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:

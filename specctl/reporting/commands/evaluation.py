@@ -11,26 +11,15 @@ from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import acceptance, eval_served
 from specctl.reporting.contents import Contents, Picture, ReportTable, joined, records
 from specctl.reporting.style import BASELINES, Looks, is_baseline
-from specctl.reporting.tables import usable_value
+from specctl.reporting.tables import headings, usable_value
 
 RECORDS = "records.parquet"
-COLUMNS = {
-    "drafter": "drafter",
-    "domain": "domain",
-    "prompts": "prompts",
-    "mat": "mat",
-    "mat_interval": "mat, 95 %",
-    "mat_macro": "mat, mean of texts",
-    "accept_rate": "accepted",
-    "tokens_per_s": "tokens/s",
-    "speedup": "× plain",
-    "speedup_interval": "× plain, 95 %",
-    "speedup_transformers": "× transformers",
-    "speedup_transformers_interval": "× transformers, 95 %",
-    "tokens": "tokens",
-    "target_passes": "target passes",
-    "unusable": "speeds not usable",
-}
+COLUMNS = headings(
+    *("drafter", "domain", "prompts", "mat", "mat_interval", "mat_macro", "accept_rate", "tokens_per_s", "speedup"),
+    *("speedup_interval", "speedup_transformers", "speedup_transformers_interval", "tokens", "target_passes"),
+    mat_macro="mat, mean of texts",
+    unusable="speeds not usable",
+)
 TRIVIAL_ONES = {"mat": BASELINES, "speedup": ("vanilla",), "speedup_transformers": ("transformers",)}
 """Contenders that have the value 1 in a metric by definition; their bars are left out."""
 METRICS = {

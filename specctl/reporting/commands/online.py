@@ -36,15 +36,9 @@ CONTENDER = {
     "rollbacks": "updates taken back",
     "unusable": "× plain not usable",
 }
-HEADLINE = {
-    "mat": "mat",
-    "mat_first": "mat, first chunk",
-    "mat_last": "mat, last chunk",
-    "speedup": "× plain",
-    "speedup_with_training": "× plain, learning included",
-    "over_lookup_with_training": "× lookup, learning included",
-    "chunks": "chunks",
-}
+HEADLINE = (
+    *("mat", "mat_first", "mat_last", "speedup", "speedup_with_training", "over_lookup_with_training", "chunks"),
+)
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
@@ -69,11 +63,8 @@ def _tokens(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     panels[0].lines.extend(static_curves(chunks))
     made = Contents()
     if len(runs) == 1:
-        made.headline = {
-            title: usable_value(runs[0].result, key)
-            for key, title in HEADLINE.items()
-            if usable_value(runs[0].result, key)
-        }
+        values = {CONTENDER.get(key, key): usable_value(runs[0].result, key) for key in HEADLINE}
+        made.headline = {title: value for title, value in values.items() if value}
     caption = "Online drafters, chunk by chunk of the stream."
     made.pictures += curves.picture("chunks", caption, panels, "chunk")
     for name, found in chunks.items():

@@ -9,31 +9,25 @@ from specctl.reporting.collect import RunRecord
 from specctl.reporting.contents import Contents, records
 from specctl.reporting.curves import Panel
 from specctl.reporting.style import Looks, grey
-from specctl.reporting.tables import usable_value
+from specctl.reporting.tables import headings, usable_value
 
-HEADLINE = {
-    "mat": "mat",
-    "mat_first": "mat, first chunk",
-    "mat_last": "mat, last chunk",
-    "over_baseline": "mat × fixed drafter",
-    "over_baseline_last": "mat × fixed drafter, last chunk",
-    "published": "versions published",
-    "rolled_back": "versions rolled back",
-}
-CHUNK = {
-    "label": "run",
-    "chunk": "chunk",
-    "version": "drafted by",
-    "prompts": "texts",
-    "mat": "mat",
-    "baseline_mat": "mat, the drafter that stays",
-    "status": "learnt",
-    "loss": "loss",
-    "published": "published",
-    "verdict": "verdict",
-    "mat_before": "mat of the probes before",
-    "mat_after": "after",
-}
+HEADLINE = headings(
+    *("mat", "mat_first", "mat_last"),
+    over_baseline="mat × fixed drafter",
+    over_baseline_last="mat × fixed drafter, last chunk",
+    published="versions published",
+    rolled_back="versions rolled back",
+)
+CHUNK = headings(
+    *("label", "chunk", "version", "prompts", "mat", "baseline_mat", "status", "loss", "published", "verdict"),
+    label="run",
+    version="drafted by",
+    prompts="texts",
+    baseline_mat="mat, the drafter that stays",
+    status="learnt",
+    mat_before="mat of the probes before",
+    mat_after="after",
+)
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:

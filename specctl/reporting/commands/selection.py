@@ -15,43 +15,31 @@ from specctl.reporting.commands.rounds import Rounds, read
 from specctl.reporting.contents import Contents, Picture, ReportTable, joined, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
+from specctl.reporting.tables import headings
 
-SUMMARY = {
-    "label": "policy",
-    "mat": "mat",
-    "oracle_mat": "oracle mat",
-    "regret": "regret",
-    "best_arm_ratio": "best arm",
-    "tokens_per_s": "tokens/s",
-    "queries": "queries",
-    "rounds": "rounds",
-    "decide_us_p50": "decision µs, median",
-    "score_ms_p50": "scoring ms, median",
-    "reset": "reset",
-    "seeds": "seeds",
-    "yardstick": "best arm by",
-    "intervals_over": "intervals over",
-    "speeds": "speeds",
-    "table_sha256": "table, sha256",
-}
 OF_A_RUN = ("reset", "seeds", "yardstick", "intervals_over", "speeds", "table_sha256")
-POLICIES = {
-    "label": "policy",
-    "mat": "mat",
-    "mat_low": "95 %, low",
-    "mat_high": "95 %, high",
-    "share_of_best": "share of the best arm's",
-    "share_low": "share 95 %, low",
-    "share_high": "share 95 %, high",
-    "speedup_at_least": "× plain, at least",
-    "over_best_arm_at_least": "× best arm, at least",
-    "regret": "regret",
-    "best_arm_ratio": "best arm",
-    "tokens_per_s": "tokens/s",
-    "rounds": "rounds",
-    "scorings": "scorings",
+SUMMARY = headings(
+    *("label", "mat", "oracle_mat", "regret", "best_arm_ratio", "tokens_per_s", "queries", "rounds"),
+    *("decide_us_p50", "score_ms_p50", *OF_A_RUN),
+    label="policy",
+    best_arm_ratio="best arm",
+    decide_us_p50="decision µs, median",
+    score_ms_p50="scoring ms, median",
+    yardstick="best arm by",
+    table_sha256="table, sha256",
+)
+POLICIES = headings(
+    *("label", "mat", "mat_low", "mat_high", "share_of_best", "share_low", "share_high", "speedup_at_least"),
+    *("over_best_arm_at_least", "regret", "best_arm_ratio", "tokens_per_s", "rounds", "scorings"),
+    label="policy",
+    mat_low="95 %, low",
+    mat_high="95 %, high",
+    share_of_best="share of the best arm's",
+    share_low="share 95 %, low",
+    share_high="share 95 %, high",
+    best_arm_ratio="best arm",
     **{key: SUMMARY[key] for key in OF_A_RUN},
-}
+)
 REGRETS = {"loss_regret": "cumulative\nloss regret", "stopping_regret": "cumulative\nstopping-time regret (rounds)"}
 SMOOTHED = 9
 """Window of the running mean over plays, which change from round to round."""

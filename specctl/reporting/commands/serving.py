@@ -6,28 +6,21 @@ from typing import Any
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.contents import Contents, records
 from specctl.reporting.style import Looks
+from specctl.reporting.tables import headings
 
-SUMMARY = {
-    "label": "model",
-    "choose": "policy",
-    "requests": "texts",
-    "tokens": "tokens",
-    "mat": "mat",
-    "decide_us_p50": "decision µs, median",
-    "seconds": "seconds",
-}
-ROWS = {
-    "label": "drafter or server",
-    "engine": "engine",
-    "texts": "texts",
-    "share": "share",
-    "rounds": "rounds",
-    "tokens": "tokens",
-    "accepted": "accepted",
-    "mat": "mat",
-    "failures": "requests not answered",
-    "broken": "streams broken off",
-}
+SUMMARY = headings(
+    *("label", "choose", "requests", "tokens", "mat", "decide_us_p50", "seconds"),
+    label="model",
+    choose="policy",
+    requests="texts",
+    decide_us_p50="decision µs, median",
+)
+ROWS = headings(
+    *("label", "engine", "texts", "share", "rounds", "tokens", "accepted", "mat"),
+    label="drafter or server",
+    failures="requests not answered",
+    broken="streams broken off",
+)
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:

@@ -11,20 +11,15 @@ from specctl.reporting.commands.acceptance import by_position, picture
 from specctl.reporting.contents import Contents, ReportTable, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
+from specctl.reporting.tables import headings
 
-COLUMNS = {
-    "drafter": "drafter",
-    "arch": "arch",
-    "domain": "domain",
-    "mat": "mat",
-    "choosing_mat": "mat, prompts that chose it",
-    "final_loss": "final loss",
-    "steps": "steps",
-    "train_tokens": "trained tokens",
-    "tokens_per_s": "tokens/s",
-    "params": "parameters",
-    "elapsed_s": "seconds",
-}
+COLUMNS = headings(
+    *("drafter", "arch", "domain", "mat", "choosing_mat", "final_loss", "steps", "train_tokens", "tokens_per_s"),
+    choosing_mat="mat, prompts that chose it",
+    train_tokens="trained tokens",
+    params="parameters",
+    elapsed_s="seconds",
+)
 HEADLINE = ("mat", "final_loss", "steps", "train_tokens", "tokens_per_s", "params")
 
 
