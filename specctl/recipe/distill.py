@@ -54,23 +54,20 @@ class DistillRecipe(WriterRecipe):
     server: ServerRecipe = ServerRecipe()  # engines that answer; none = load the target here
 
     @model_validator(mode="after")
-    def _unconditional(self) -> DistillRecipe:
-        """Default to temperature 1, the target's own distribution: without prompts all greedy texts are the same."""
+    def _consistent(self) -> DistillRecipe:
         if self.data.source == "unconditional" and "temperatures" not in self.model_fields_set:
-            self.temperatures = [1.0]
-        return self
-
-    @model_validator(mode="after")
-    def _shard_in_range(self) -> DistillRecipe:
+            self.temperatures = [1.0]  # the target's own distribution: without prompts all greedy texts are the same
         index, count = map(int, self.shard.split("/"))
         if index >= count:
             raise ValueError(f"shard {self.shard}: the index runs from 0 to {count - 1}")
+        if self.log is not None:
+            self._check_log(self.log)
+        if self.server.urls and self.sampling.exact:
+            raise ValueError("sampling.exact applies only to forwards in this process, not to a server: leave it out")
         return self
 
-    @model_validator(mode="after")
-    def _responses_that_are_there(self) -> DistillRecipe:
-        if self.log is None:
-            return self
+    def _check_log(self, log: str) -> None:
+        """Raise ValueError for options of new responses, and name the domain of existing ones after their file."""
         unused = {
             "server": bool(self.server.urls),
             "data.prompts": self.data.prompts is not None,
@@ -81,16 +78,9 @@ class DistillRecipe(WriterRecipe):
             if there:
                 raise ValueError(f"{key} applies to new responses, but log names existing ones: leave one of them out")
         if "domain" not in self.data.model_fields_set:
-            self.data = self.data.model_copy(update={"domain": [label_of(self.log)]})
+            self.data = self.data.model_copy(update={"domain": [label_of(log)]})
         elif len(self.data.domain) > 1:
             raise ValueError("a log belongs to one domain: name only one")
-        return self
-
-    @model_validator(mode="after")
-    def _exact_here_only(self) -> DistillRecipe:
-        if self.server.urls and self.sampling.exact:
-            raise ValueError("sampling.exact applies only to forwards in this process, not to a server: leave it out")
-        return self
 
     @property
     def output(self) -> Path:

@@ -39,19 +39,11 @@ class ExportRecipe(ConverterRecipe):
     server: ServerRecipe = ServerRecipe()  # running SGLang servers that take a datastore; then nothing is written
 
     @model_validator(mode="after")
-    def _one_origin_of_lengths(self) -> ExportRecipe:
+    def _consistent(self) -> ExportRecipe:
         if self.tune is not None and "tokens" in self.model_fields_set:
             raise ValueError("tune derives the draft lengths from a sweep: leave tokens out")
-        return self
-
-    @model_validator(mode="after")
-    def _private_needs_push(self) -> ExportRecipe:
         if self.private and self.push is None:
             raise ValueError("private is about the repository of push: name that, too")
-        return self
-
-    @model_validator(mode="after")
-    def _taken_while_it_runs(self) -> ExportRecipe:
         if self.server.urls and self.to != "sglang":
             raise ValueError("server publishes to running servers, which only SGLang supports: set to=sglang")
         return self

@@ -44,6 +44,9 @@ Name = Annotated[str, BeforeValidator(_not_empty)]
 LocalPath = Annotated[Path, BeforeValidator(_not_empty), Field(strict=False)]
 
 
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+
+
 class OneOf:
     """Pydantic metadata of a text that is one of some names, like a `Literal`, but read from a table when needed."""
 
@@ -99,7 +102,7 @@ class TargetRecipe(Section):
     revision: Name | None = None
     adapter: Name | None = None  # directory of a LoRA adapter of the target (peft), merged into the weights
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: Device = "auto"
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None  # over this process's GPUs
     max_memory: Annotated[str, Field(pattern=r"^\d+([KMG]i?)?B$")] | None = None  # with device_map: per GPU, as 60GiB
     tensor_parallel: PositiveInt = 1  # number of slices; each process of torchrun holds one

@@ -1,6 +1,5 @@
 """Recipe section `learn` of `specctl serve`: the drafter learns from the texts that are served."""
 
-import re
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
@@ -8,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 from specctl.recipe.learn_from_server import PublicationRecipe
 from specctl.recipe.learner import LearnerOptions, rule_and_family
 from specctl.recipe.online import BufferRecipe
-from specctl.recipe.sections import Name, PositiveFloat, Section
+from specctl.recipe.sections import Device, Name, PositiveFloat, Section
 
 
 class ServeLearningRecipe(Section):
@@ -24,7 +23,7 @@ class ServeLearningRecipe(Section):
     buffer: BufferRecipe = BufferRecipe(max_mb=256)
     chunk: PositiveInt | None = None  # texts between two updates (None = the default of the drafter's family)
     longest: Annotated[int, Field(ge=4)] = 2048  # own engine: longest text to learn from, in tokens, prompt included
-    device: str = "auto"  # own engine: of the learner, such as cuda:1
+    device: Device = "auto"  # own engine: of the learner, such as cuda:1
     save_s: PositiveFloat = 60.0  # own engine: shortest time between two copies of the drafter on the disk
     seed: NonNegativeInt = 0
     publication: PublicationRecipe = PublicationRecipe()  # running engines
@@ -37,10 +36,3 @@ class ServeLearningRecipe(Section):
         if rule == "static" or family is not None:
             raise ValueError(f"{algo!r}: name a rule that learns, without a family, such as ogd or ens")
         return algo
-
-    @field_validator("device")
-    @classmethod
-    def _one_device(cls, device: str) -> str:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-            raise ValueError(f"{device!r} is not a device: use auto, cpu, cuda or cuda:N")
-        return device

@@ -63,19 +63,11 @@ class DrafterRecipe(Section):
     normed_features: bool | None = None  # mtp: read target states after the final norm (None = as vLLM feeds it)
 
     @model_validator(mode="after")
-    def _one_norm_before_fc(self) -> DrafterRecipe:
+    def _consistent(self) -> DrafterRecipe:
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc exclude each other: both are the norm before fc")
-        return self
-
-    @model_validator(mode="after")
-    def _confidence_reads_a_markov_head(self) -> DrafterRecipe:
         if self.confidence and self.markov_rank == 0:
             raise ValueError("confidence needs a Markov head: leave markov_rank=0 out")
-        return self
-
-    @model_validator(mode="after")
-    def _one_thing_ties_a_block(self) -> DrafterRecipe:
         if self.selector_rank and (self.markov_rank or self.confidence):
             raise ValueError("selector_rank takes the place of a Markov head: leave markov_rank and confidence out")
         return self
@@ -246,22 +238,6 @@ class TrainRecipe(WriterRecipe):
     log: list[Tracker] = []
 
     @model_validator(mode="after")
-    def _features_of_slices(self) -> TrainRecipe:
-        """Require cached features for a target in slices.
-
-        All processes run such a target over the same texts, but they train on different texts.
-        """
-        if self.target.tensor_parallel > 1 and self.features.mode != "cached":
-            raise ValueError("target.tensor_parallel computes features before the training: set features.mode=cached")
-        return self
-
-    @model_validator(mode="after")
-    def _room_in_a_piece(self) -> TrainRecipe:
-        if self.piece_prefix is not None and self.piece_prefix >= (self.piece_length or 0):
-            raise ValueError("piece_prefix is a part of a piece: set piece_length to more tokens")
-        return self
-
-    @model_validator(mode="after")
     def _one_place_for_each_option_of_the_engine(self) -> TrainRecipe:
         """Refuse a DeepSpeed configuration that contradicts the recipe: recipe keys alone decide the weights."""
         for key, ours in ENGINE_KEYS.items():
@@ -281,10 +257,6 @@ class TrainRecipe(WriterRecipe):
                 )
         return self
 
-    @model_validator(mode="after")
-    def _unrolled_as_the_family(self) -> TrainRecipe:
-        return self.set_family(self.arch)
-
     def set_family(self, arch: str) -> TrainRecipe:
         """Change this recipe to a family, in place, and return it.
 
@@ -300,9 +272,7 @@ class TrainRecipe(WriterRecipe):
     @property
     def resolved_objective(self) -> str:
         """The loss, with `auto` resolved: heads learn the target's distributions, an lm only its samples."""
-        if self.objective != "auto":
-            return self.objective
-        return FAMILIES[self.arch].objective
+        return FAMILIES[self.arch].objective if self.objective == "auto" else self.objective
 
     @property
     def trains_without_layers(self) -> bool:
@@ -361,16 +331,22 @@ class TrainRecipe(WriterRecipe):
         return self.model_copy(update=changes)
 
     @model_validator(mode="after")
-    def _consistent(self) -> TrainRecipe:
-        if not FAMILIES[self.arch].is_lm and (self.corpus or self.pretrain != PretrainRecipe()):
-            free = listed([name for name, family in FAMILIES.items() if family.is_lm])
-            raise ValueError(f"{self.arch} learns from the target's responses: corpus and pretrain are for arch {free}")
-        options = {key for family in FAMILIES.values() for key in family.options}
-        for key in sorted(options - {*FAMILIES[self.arch].options}):
-            if getattr(self.drafter, key) != DrafterRecipe.model_fields[key].default:
-                owners = listed([name for name, family in FAMILIES.items() if key in family.options])
-                raise ValueError(f"drafter.{key}: an option of {owners} drafters, not of {self.arch}")
+    def _consistent_with_the_family(self) -> TrainRecipe:
+        self.set_family(self.arch)
         family = FAMILIES[self.arch]
+        # All processes run a target in slices over the same texts, but they train on different texts.
+        if self.target.tensor_parallel > 1 and self.features.mode != "cached":
+            raise ValueError("target.tensor_parallel computes features before the training: set features.mode=cached")
+        if self.piece_prefix is not None and self.piece_prefix >= (self.piece_length or 0):
+            raise ValueError("piece_prefix is a part of a piece: set piece_length to more tokens")
+        if not family.is_lm and (self.corpus or self.pretrain != PretrainRecipe()):
+            free = listed([name for name, other in FAMILIES.items() if other.is_lm])
+            raise ValueError(f"{self.arch} learns from the target's responses: corpus and pretrain are for arch {free}")
+        options = {key for other in FAMILIES.values() for key in other.options}
+        for key in sorted(options - {*family.options}):
+            if getattr(self.drafter, key) != DrafterRecipe.model_fields[key].default:
+                owners = listed([name for name, other in FAMILIES.items() if key in other.options])
+                raise ValueError(f"drafter.{key}: an option of {owners} drafters, not of {self.arch}")
         if self.features.is_served and (family.trainable is None or (self.resolved_objective == "ce" and family.is_lm)):
             raise ValueError(
                 f"features.mode={self.features.mode}: {self.arch} with this objective needs no features: use another "
