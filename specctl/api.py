@@ -60,93 +60,87 @@ FUNCTIONS = {name: f"specctl.{row.function}" for name, row in SUBCOMMANDS.items(
 
 def distill(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> DistillResult:
     """Sample the target's responses to a domain's prompts, as training data for a drafter."""
-    return execute("distill", _recipe("distill", recipe, overrides))[0]
+    return _result("distill", recipe, overrides)
 
 
 def train_drafter(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> TrainResult:
     """Train a draft head on distilled data, which must exist: only the command line distils it first."""
-    return execute("train-drafter", _recipe("train-drafter", recipe, overrides))[0]
+    return _result("train-drafter", recipe, overrides)
 
 
 def evaluate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> EvalResult:
     """Measure drafters × domains against plain decoding, with the losslessness check."""
-    from specctl.commands.eval import with_domains_of_drafters
-
-    resolved = _recipe("eval", recipe, overrides)
-    if isinstance(resolved, EvalRecipe):
-        resolved = with_domains_of_drafters(resolved)
-    return execute(command_for(resolved), resolved)[0]
+    return _result("eval", recipe, overrides)
 
 
 def evaluate_server(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ServedResult:
     """Measure the drafter of a running engine by load."""
-    return execute("eval-server", _recipe("eval-server", recipe, overrides))[0]
+    return _result("eval-server", recipe, overrides)
 
 
 def generate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> GenerateResult:
     """Answer one prompt with and without a drafter."""
-    return execute("generate", _recipe("generate", recipe, overrides))[0]
+    return _result("generate", recipe, overrides)
 
 
 def select(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult:
     """Choose among a pool of drafters while decoding, with every policy on the same stream."""
-    return _of_pool("select", recipe, overrides)
+    return _result("select", recipe, overrides)
 
 
 def record(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult:
     """Record every drafter's drafts at every position of the answers, in a table for `replay`."""
-    return _of_pool("record", recipe, overrides)
+    return _result("record", recipe, overrides)
 
 
 def replay(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult:
     """Play policies on a recorded table, without a model."""
-    return execute("replay", _recipe("replay", recipe, overrides))[0]
+    return _result("replay", recipe, overrides)
 
 
 def train_router(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult:
     """Train a classifier that picks a drafter from the prompt, and measure it beside the policies of `select`."""
-    return _of_pool("train-router", recipe, overrides)
+    return _result("train-router", recipe, overrides)
 
 
 def route(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ServeResult:
     """Earlier spelling of `serve` with running engines."""
-    return execute("serve", _recipe("route", recipe, overrides))[0]
+    return _result("route", recipe, overrides)
 
 
 def serve(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ServeResult:
     """Answer requests in OpenAI's protocol, until a signal arrives."""
-    return execute("serve", _recipe("serve", recipe, overrides))[0]
+    return _result("serve", recipe, overrides)
 
 
 def online(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> OnlineResult:
     """Learn along a stream, from a drafter that must exist: only the command line warms one up first."""
-    resolved = _recipe("online", recipe, overrides)
-    return execute(command_for(resolved), resolved)[0]
+    return _result("online", recipe, overrides)
 
 
 def learn_from_server(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> LearnFromServerResult:
     """Learn from the texts of running engines, and publish better drafters into them."""
-    return execute("learn-from-server", _recipe("learn-from-server", recipe, overrides))[0]
+    return _result("learn-from-server", recipe, overrides)
 
 
 def reason(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> Any:
     """Draft whole reasoning steps along a stream, with a draft LM that must exist: a `ReasoningResult`."""
-    return execute("reason", _recipe("reason", recipe, overrides))[0]
+    return _result("reason", recipe, overrides)
 
 
 def bench(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> BenchResult:
     """Time kernels, target steps and batches against their baselines."""
-    return execute("bench", _recipe("bench", recipe, overrides))[0]
+    return _result("bench", recipe, overrides)
 
 
 def export(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ExportResult:
     """Write a drafter in the format of vLLM, SGLang, speculators or a reference repository."""
-    return execute("export", _recipe("export", recipe, overrides))[0]
+    return _result("export", recipe, overrides)
 
 
 def import_head(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ImportResult:
     """Convert a published draft head into a specctl drafter, and try it on a few prompts."""
-    return execute("import", _recipe("import", recipe, overrides))[0]
+    return _result("import", recipe, overrides)
 
 
 def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None, *, csv: bool = False) -> ReportResult:
@@ -225,13 +219,17 @@ def _execute_sliced(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str,
         return _execute(command, here, run if isinstance(recipe, WriterRecipe) else copy)
 
 
-def _of_pool(command: str, recipe: CommandRecipe | str | Path | None, overrides: dict[str, Any]) -> Any:
-    """Run a command with a pool, on the domains that the pool's drafters were made for if the recipe names none."""
-    from specctl.commands.select import with_domains_of_pool
-    from specctl.selection.arms import pool_paths
-
+def _result(command: str, recipe: CommandRecipe | str | Path | None, overrides: dict[str, Any]) -> Any:
+    """Resolve and run a recipe. If it names no domains, the domains are those that its drafters were made for."""
     resolved = _recipe(command, recipe, overrides)
-    if isinstance(resolved, PoolRecipe):
+    if isinstance(resolved, EvalRecipe):
+        from specctl.commands.eval import with_domains_of_drafters
+
+        resolved = with_domains_of_drafters(resolved)
+    elif isinstance(resolved, PoolRecipe):
+        from specctl.commands.select import with_domains_of_pool
+        from specctl.selection.arms import pool_paths
+
         resolved = with_domains_of_pool(resolved, pool_paths(resolved))
     return execute(command_for(resolved), resolved)[0]
 
