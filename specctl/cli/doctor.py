@@ -17,7 +17,6 @@ from specctl import regular_files
 from specctl.cli import checks
 from specctl.cli.command import command, library_output
 from specctl.cli.output import cell, fields, output
-from specctl.cli.target_commands import commands_of
 from specctl.errors import CheckpointError, SpecctlError
 
 if TYPE_CHECKING:
@@ -32,6 +31,23 @@ AdapterName = Annotated[
 ]
 LOW_DISK_GB = 5
 LOW_MEMORY_GB = 5
+WITH_ENGINES = {
+    "distill --server": "",
+    "distill --from-log": "",
+    "eval-server": "",
+    "train-drafter --features-from": "mat is estimated, not measured",
+    "train-drafter features.mode=cached": "mat is not measured",
+    "train-drafter --arch retrieval": "mat is not measured",
+    "export": "",
+    "import": "the head is not tried",
+    "serve --server": "",
+}
+"""Commands in which specctl never runs the target's layers, and the measurement that is left out without the layers."""
+OWN_FORWARD = (
+    *("generate", "distill", "eval", "select", "online", "learn-from-server", "serve", "bench", "train-drafter"),
+    *("record", "train-router", "reason"),
+)
+"""Commands, without the options above, in which specctl itself runs the target."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,15 @@ class Finding:
     def unless(self, value: str | None) -> Finding:
         """Return that all is well if there is a `value`, otherwise this finding."""
         return Finding(self.what, "ok", value) if value else self
+
+
+@dataclass(frozen=True)
+class CommandUse:
+    """A command, whether it works with a target, and the limit that the target sets (empty: none)."""
+
+    command: str
+    works: bool
+    without: str = ""
 
 
 @command("doctor", "specctl doctor --target meta-llama/Llama-3.1-8B-Instruct")
@@ -223,34 +248,36 @@ def weights(directory: Path) -> Finding:
 
     All files must exist, have the size in their headers, and hold the tensors that config.json requires.
     """
-    from specctl.decoding.models.loading import load_config
-    from specctl.decoding.models.tensors import check_headers
+    from safetensors import SafetensorError, safe_open
 
-    index = file = directory / "model.safetensors.index.json"
+    from specctl.decoding.models.loading import load_config
+    from specctl.decoding.models.tensors import check_headers, weight_files
+
+    file = directory / "model.safetensors.index.json"
     try:
-        named = set(regular_files.read_json(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-        files = sorted(directory / name for name in named)
-        if not index.is_file() and not os.path.lexists(files[0]):
-            if any(file.is_file() for file in directory.glob("pytorch_model*.bin")):
-                return Finding("weights", "ok", "pytorch_model.bin; its content is not checked")
+        files = weight_files(directory)
+        if not files:
             return Finding("weights", "missing", f"none in {directory}", "put model.safetensors next to config.json")
+        if files[0].suffix == ".bin":
+            return Finding("weights", "ok", "pytorch_model.bin; its content is not checked")
         for file in files:
-            with regular_files.open_regular(file) as opened:
-                size = os.fstat(opened.fileno()).st_size
-                header = int.from_bytes(opened.read(8), "little")
-                tensors = regular_files.parse_json(opened.read(min(header, size)))
-            ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
-            if size != 8 + header + max(ends, default=0):
-                raise ValueError(f"{size:,} bytes, but its header says {8 + header + max(ends, default=0):,}")
+            regular_files.check(file)
+            with safe_open(file, "pt"):  # compares the size with the header
+                pass
+        check_headers(f"target {directory}", directory, load_config(str(directory)))
     except OSError as error:
         return Finding("weights", "missing", f"{error.filename}: {error.strerror}", "copy the file again")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Finding("weights", "missing", f"{file} is damaged: {error}", "copy the file again")
-    try:
-        check_headers(f"target {directory}", directory, load_config(str(directory)))
     except CheckpointError as error:
         return Finding("weights", "missing", error.message, error.hint)
     return Finding("weights", "ok", f"{', '.join(file.name for file in files[:2])}{' …' if len(files) > 2 else ''}")
+
+
+def commands_of(only_engines: bool) -> list[CommandUse]:
+    """All commands that read a target. `only_engines`: specctl cannot run the target itself."""
+    served = [CommandUse(name, True, left_out if only_engines else "") for name, left_out in WITH_ENGINES.items()]
+    return served + [CommandUse(name, not only_engines) for name in OWN_FORWARD]
 
 
 def _in_words(about: Description) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
-from specctl.cli.output import cell, records
+from specctl.cli.output import cell, records, table
 from specctl.reporting.tables import headings, machine, unusable_notes
 from specctl.threads import counted
 
@@ -77,10 +77,8 @@ def show(document: dict[str, Any], measured: str) -> Any:
     """Render the matrix, if any, or one row per drafter and domain; then the verdict on losslessness."""
     from rich.console import Group
 
-    from specctl.cli.matrix import render
-
     return Group(
-        *(render(document["matrix"]) if document["matrix"] else [records(document["rows"], COLUMNS)]),
+        *(matrix_parts(document["matrix"]) if document["matrix"] else [records(document["rows"], COLUMNS)]),
         *([records(document["lengths"], LENGTHS)] if document["lengths"] else []),
         *map(cell, unusable_notes(document)),
         "drafters against plain decoding: " + verdict(document["lossless"]),
@@ -103,3 +101,57 @@ def verdict(lossless: dict[str, int]) -> str:
     if not lossless["sequences"]:
         return "not compared"
     return "{mismatches} mismatches, {ties} ties in {sequences} sequences".format(**lossless)
+
+
+def matrix_parts(matrix: dict[str, Any]) -> list[Any]:
+    """Render drafters above baselines, by domain and macro average, then the test of the diagonal and the verdict.
+
+    The best drafter of a column is bold and has a star.
+    """
+    diagonal = [_diagonal(matrix["diagonal"])] if matrix["diagonal"] else []
+    return [_cells(matrix), *diagonal, cell(matrix["verdict"]), *_baseline_wins(matrix)]
+
+
+def _cells(matrix: dict[str, Any]) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made.add_column(matrix["metric"])
+    for column in (*matrix["domains"], "macro"):
+        made.add_column(column, justify="right")
+    best = [*matrix["best"], matrix["best_macro"]]
+    names = [*matrix["drafters"], *matrix["baselines"]]
+    for name, values, macro in zip(names, matrix["values"], matrix["macro"], strict=True):
+        # Values without a star get a space, so that digits stay aligned.
+        line = [
+            Text(f"{cell(value)}*", style="bold") if name == first else f"{cell(value)} "
+            for value, first in zip([*values, macro], best, strict=True)
+        ]
+        made.add_row(cell(name), *line, end_section=name == matrix["drafters"][-1])
+    return made
+
+
+def _baseline_wins(matrix: dict[str, Any]) -> list[str]:
+    """Return a line with the domains in which a baseline beats every trained drafter, which the stars do not show."""
+    count = len(matrix["drafters"])
+    outdone = []
+    for domain, column in zip(matrix["domains"], zip(*matrix["values"], strict=True), strict=True):
+        known = [(value, name) for value, name in zip(column[count:], matrix["baselines"], strict=True) if value]
+        top = max((value for value in column[:count] if value), default=None)
+        if known and top is not None and max(known)[0] > top:
+            outdone.append(f"{max(known)[1]} in {domain}")
+    return [cell(f"better than every trained drafter: {', '.join(outdone)}")] if outdone else []
+
+
+def _diagonal(diagonal: list[dict[str, Any]]) -> Any:
+    rows = [
+        [
+            *(specialist[key] for key in ("drafter", "domain", "best", "rival")),
+            f"{specialist['lead']:+.2f}",
+            "{:+.2f} … {:+.2f}".format(*specialist["interval"]) if specialist["interval"] else None,
+        ]
+        for specialist in diagonal
+    ]
+    return table("specialist", "its domain", "best there", "best of the others", "lead", "95 %", rows=rows)

@@ -208,7 +208,7 @@ def test_doctor_lists_the_commands_that_work(specctl, tmp_path):
 
 def test_the_table_of_target_commands_is_complete():
     """A new command that reads a target must state whether it runs it."""
-    from specctl.cli.target_commands import OWN_FORWARD, WITH_ENGINES
+    from specctl.cli.doctor import OWN_FORWARD, WITH_ENGINES
     from specctl.subcommands import SUBCOMMANDS
 
     named = {name.split()[0] for name in (*WITH_ENGINES, *OWN_FORWARD)}
