@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specctl.errors import SpecctlError
-from specctl.reporting import collect, commands, html, page, plots
+from specctl.reporting import collect, commands, page, plots
 from specctl.reporting.collect import RUNS, RunRecord
 from specctl.reporting.contents import Contents, differing
 from specctl.reporting.style import Looks
@@ -51,12 +51,10 @@ def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None
     make_dir(directory)
     pictures: list[str] = []
     tables: list[str] = []
-    images: dict[str, list[html.Markup]] = {}
+    images: dict[str, list[bytes]] = {}
     for name, contents in parts.items():
-        images[name] = []
-        for picture in contents.pictures:
-            png = plots.png(picture.figure)
-            images[name].append(html.picture(png, picture.caption, plots.DPI))
+        images[name] = [plots.png(picture.figure) for picture in contents.pictures]
+        for picture, png in zip(contents.pictures, images[name], strict=True):
             pictures.append(_write(directory / _file_name(name, picture.name, ".png"), png))
         for table in contents.tables if csv else ():
             tables.append(_write(directory / _file_name(name, table.name, ".csv"), to_csv(table.columns, table.rows)))

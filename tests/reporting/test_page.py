@@ -38,7 +38,7 @@ def test_the_page_is_self_contained(eval_run, train_run, select_run):
 
 def test_the_page_says_how_to_repeat_the_run(eval_run):
     page = Path(api.report([eval_run()]).report).read_text()
-    for said in ("specctl eval --domain &#x27;a b&#x27;", "abc123", "Z80", "specctl 0.1", "command: eval", "1 min 1 s"):
+    for said in ("specctl eval --domain &#39;a b&#39;", "abc123", "Z80", "specctl 0.1", "command: eval", "1 min 1 s"):
         assert said in page
 
 
