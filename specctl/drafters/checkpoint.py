@@ -255,14 +255,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     path.chmod(mode)
 
 
-def check_free(place: Path, overwrite: bool) -> None:
-    """Raise UsageError if a drafter cannot be written at `place`; only a drafter may be overwritten."""
-    if not os.path.lexists(place):
+def check_free(place: Path, overwrite: bool, what: str = "drafter", marks: Sequence[str] = (MANIFEST, INFO)) -> None:
+    """Raise UsageError if a directory cannot be written at `place`.
+
+    Only one with one of the files `marks` may be overwritten.
+    """
+    if not os.path.lexists(place) or (place.is_dir() and not place.is_symlink() and not any(place.iterdir())):
         return
-    if not place.is_dir() or place.is_symlink() or (any(place.iterdir()) and not is_drafter(place)):
-        raise UsageError(f"{place} exists and is not a drafter directory", hint="choose another --output-dir")
-    if any(place.iterdir()) and not overwrite:
-        raise UsageError(f"{place} already contains a drafter", hint="--overwrite replaces it")
+    if place.is_symlink() or not any((place / name).is_file() for name in marks):
+        raise UsageError(f"{place} exists and is not a {what} directory", hint="choose another --output-dir")
+    if not overwrite:
+        raise UsageError(f"{place} already contains a {what}", hint="--overwrite replaces it")
 
 
 def _backup(place: Path) -> Path:

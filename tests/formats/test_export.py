@@ -431,13 +431,13 @@ def test_a_format_refuses_a_family_that_it_cannot_hold(make, tmp_path):
 def test_only_an_export_is_overwritten(make, tmp_path):
     drafter, place = make("eagle3", draft_vocab=64), tmp_path / "out"
     export(drafter, "vllm", place)
-    with pytest.raises(UsageError, match="exists"):
+    with pytest.raises(UsageError, match="already contains"):
         export(drafter, "sglang", place)
     export(drafter, "sglang", place, overwrite=True)
     assert json.loads((place / "export.json").read_text())["to"] == "sglang"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("")
-    with pytest.raises(UsageError, match="not written by specctl export"):
+    with pytest.raises(UsageError, match="not a converted drafter"):
         export(drafter, "vllm", tmp_path / "mine", overwrite=True)
 
 

@@ -9,7 +9,6 @@ router.json                                  arms, target, report; size and sha2
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from copy import deepcopy
@@ -27,7 +26,7 @@ from specctl.decoding.models import tensors
 from specctl.decoding.models.loading import load_tokenizer, location, model_directory
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
-from specctl.errors import CheckpointError, UsageError
+from specctl.errors import CheckpointError
 from specctl.lab.routing.options import HEAD_SIZE, RouterRecipe
 from specctl.runs import atomic_write, to_json
 
@@ -99,7 +98,7 @@ class Router:
             SpecctlError: the file system refused; existing files are untouched.
         """
         place = Path(directory).expanduser().absolute()
-        check_free(place, overwrite)
+        checkpoint.check_free(place, overwrite, "router", [RECORD])
         with checkpoint.staged(place) as draft:
             self.model.save_pretrained(draft)  # type: ignore[operator]
             self.tokenizer.save_pretrained(draft)
@@ -196,13 +195,3 @@ def _pretrained(name: str, classes: int, *, new_head: bool = False, revision: st
         info["mismatched_keys"] = {entry for entry in info["mismatched_keys"] if encoder.match(entry[0])}
     tensors.check_loaded(what, model, info)
     return model
-
-
-def check_free(place: Path, overwrite: bool) -> None:
-    """Raise UsageError if a router cannot be written to `place`."""
-    if not os.path.lexists(place) or (place.is_dir() and not place.is_symlink() and not any(place.iterdir())):
-        return
-    if place.is_symlink() or not (place / RECORD).is_file():
-        raise UsageError(f"{place} exists and is not a router directory", hint="choose another path")
-    if not overwrite:
-        raise UsageError(f"{place} already contains a router", hint="--overwrite replaces it")

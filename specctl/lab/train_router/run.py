@@ -8,10 +8,10 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.distillation.prompts import read_domains
 from specctl.distillation.rejections import Rejections
-from specctl.drafters import pool
+from specctl.drafters import checkpoint, pool
 from specctl.errors import UsageError
 from specctl.lab.recorded.table_file import read_table
-from specctl.lab.routing.router import Router, check_free
+from specctl.lab.routing.router import RECORD, Router
 from specctl.lab.routing.training import RouterExample, RouterReport, label_by_domain, label_by_hindsight, train_router
 from specctl.lab.train_router.recipe import TrainRouterRecipe
 from specctl.measuring.select_contenders import SelectContenders, prompt_text
@@ -50,7 +50,7 @@ def router_of(
     named for the labels, or the router's directory is taken), DataError.
     """
     if recipe.train_router:
-        check_free(_place(recipe, run), recipe.overwrite)
+        checkpoint.check_free(_place(recipe, run), recipe.overwrite, "router", [RECORD])
         return train_router(recipe.router, examples(recipe, paths, rejections), list(paths), target)
     assert recipe.router_dir is not None
     return Router.load(recipe.router_dir, list(paths), target), None
