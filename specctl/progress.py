@@ -19,7 +19,6 @@ from specctl.redaction import redacted
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
-    from rich.progress import Task
 
 LINE_EVERY_S = 30.0
 RESUME, RESTART = "continue with --resume", "start the command again"
@@ -146,21 +145,17 @@ class _Display:
     @staticmethod
     def _make() -> RichProgress:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
         from rich.table import Column
-        from rich.text import Text
 
-        class Status(ProgressColumn):
-            def render(self, task: Task) -> Text:
-                return Text(task.fields["status"], style="cyan")
-
+        one_line = Column(no_wrap=True, overflow="ellipsis")
         return RichProgress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeRemainingColumn(compact=True),
-            Status(table_column=Column(no_wrap=True, overflow="ellipsis")),
+            TextColumn("{task.fields[status]}", style="cyan", markup=False, table_column=one_line),
             console=Console(stderr=True),
         )
 
