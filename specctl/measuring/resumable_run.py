@@ -191,9 +191,18 @@ class ResumableRun:
         Raises Interrupted, with a hint how to resume.
         """
         label = "online" if len(self.recipe.seeds) == 1 else f"online, seed {seed}"
-        with self.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
-            bar.skip(self.answered)
-            yield bar
+        try:
+            with progress.track(label, total=stream.total, unit="prompts") as bar:
+                bar.skip(self.answered)
+                yield bar
+        except (Interrupted, KeyboardInterrupt) as stop:
+            self.save()
+            if isinstance(stop, KeyboardInterrupt):
+                raise
+            hint = f"continue with --resume --output-dir {self.run.dir}"
+            if stream.stdin:
+                hint += f", and send the prompts after the first {self.answered} again"
+            raise Interrupted(f"{stop.message} after {self.mark.number} chunks", hint=hint) from None
 
     @property
     def answered(self) -> int:
@@ -315,17 +324,3 @@ class ResumableRun:
                 hint=f"free disk space and continue with --resume --output-dir {self.run.dir}: "
                 f"the state after {self._saved.number} chunks is saved",
             ) from error
-
-    @contextmanager
-    def stoppable(self, stream: ChunkSource) -> Iterator[None]:
-        """Save the state if a signal ends the block; the raised Interrupted says how to resume."""
-        try:
-            yield
-        except (Interrupted, KeyboardInterrupt) as stop:
-            self.save()
-            if isinstance(stop, KeyboardInterrupt):
-                raise
-            hint = f"continue with --resume --output-dir {self.run.dir}"
-            if stream.stdin:
-                hint += f", and send the prompts after the first {self.answered} again"
-            raise Interrupted(f"{stop.message} after {self.mark.number} chunks", hint=hint) from None

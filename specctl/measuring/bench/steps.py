@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -160,25 +159,19 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
             plain = found[0, batch].rate if place > 0 else None
             alone = found[place, 1].rate if (place, 1) in found else None
             theirs = found[1, batch].rate if recipe.shape is None and place != 1 else None
-            rows.append(_row(name, length, batch, found[place, batch], ReferenceRates(plain, alone, theirs)))
+            rows.append(_row(name, length, batch, found[place, batch], (plain, alone, theirs)))
     return rows
 
 
-class ReferenceRates(NamedTuple):
-    """Rates in tokens per second that a contender is compared with (None: not measured).
-
-    Attributes:
-        plain: plain decoding at the same batch size.
-        alone: the same contender at batch size 1.
-        theirs: `transformers` at the same batch size.
-    """
-
-    plain: float | None
-    alone: float | None
-    theirs: float | None
-
-
-def _row(drafter: str, length: int | None, batch: int, timed: Timed, references: ReferenceRates) -> DecodingRow:
+def _row(
+    drafter: str,
+    length: int | None,
+    batch: int,
+    timed: Timed,
+    references: tuple[float | None, float | None, float | None],
+) -> DecodingRow:
+    """Compare a contender's rate with the rates, in tokens per second, of plain decoding and of `transformers` at the
+    same batch size, and with its own at batch size 1 (None: not measured)."""
     plain, alone, theirs = references
     rate, tokens = timed.rate, timed.tokens
     mat = tokens / max(1, sum(one.target_passes for one in timed.texts))
