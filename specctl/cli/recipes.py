@@ -1,12 +1,12 @@
 """`specctl recipes`: list, show and copy the recipes in the package, and check an edited recipe."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from specctl.cli.command import command, command_group
-from specctl.cli.output import cell, output, table
+from specctl.cli.output import cell, output, records
 from specctl.errors import UsageError
 
 GRAFANA = "Dashboard of Grafana, for the metrics of serve"
@@ -21,7 +21,9 @@ def ls() -> None:
 
     rows = [{"name": name, "about": _about(text)} for name, text in shipped().items()]
     names = "\n".join(row["name"] for row in rows)
-    output.result({"recipes": rows}, _listing, brief=names)
+    output.result(
+        {"recipes": rows}, lambda doc: records(doc["recipes"], {"name": "recipe", "about": "for"}), brief=names
+    )
 
 
 @command("show", group=GROUP)
@@ -67,7 +69,3 @@ def _about(text: str) -> str:
         return GRAFANA if '"panels"' in text else "DeepSpeed, for train-drafter: deepspeed=NAME"
     first = next(line for line in text.lstrip().splitlines() if not line.startswith("#!"))
     return first.lstrip("# ") if first.startswith("#") else ""
-
-
-def _listing(document: dict[str, Any]) -> Any:
-    return table("recipe", "for", rows=[[row["name"], row["about"]] for row in document["recipes"]])

@@ -8,7 +8,7 @@ import pkgutil
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from specctl import progress
 from specctl.cli import checks
@@ -62,8 +62,8 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         report_existing_data(recipe, [path for training in recipes for path in training.data_dirs if path not in first])
     if dry_run:
         expected = [estimate(training, first) for training in recipes]
-        words = steps(recipes, adapters, first) + [line for estimated in expected for line in estimated.lines]
-        estimates = [estimated.document for estimated in expected]
+        words = steps(recipes, adapters, first) + [line for lines, _ in expected for line in lines]
+        estimates = [document for _, document in expected]
         return checks.show("train-drafter", recipe, words, estimate=estimates if recipe.each else estimates[-1])
     with library_output():
         for source, missing in first.items():
@@ -232,41 +232,30 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
 
 def report_existing_data(recipe: TrainRecipe, sources: list[Path]) -> None:
     """Report data from another target, and options without effect because their data exists already."""
+    from specctl.decoding.models.identity import adapter_digest
     from specctl.distillation import store
     from specctl.drafters.checkpoint import named_adapter
 
+    adapter = recipe.target.adapter
     set_here = [f"data.{key}" for key in ("prompts", "limit") if getattr(recipe.data, key) is not None]
     set_here += [f"distill.{key}" for key in sorted(recipe.distill.model_fields_set - {"prompt_tokens"})]
     for source in filter(store.exists, sources):
         written_by = store.summary(source).meta.get("target", {})
         if written_by.get("name", recipe.target.name) != recipe.target.name:
             progress.warn(f"data in {source} was written by target {written_by['name']}, not {recipe.target.name}")
-        elif written_by and recipe.target.adapter and not same_adapter(written_by, recipe.target.adapter):
-            progress.warn(
-                f"data in {source} was written with {named_adapter(written_by)}, not with adapter "
-                f"{recipe.target.adapter}"
-            )
+        elif written_by and adapter and written_by.get("adapter_weights") != adapter_digest(adapter):
+            told = named_adapter(written_by)
+            progress.warn(f"data in {source} was written with {told}, not with adapter {adapter}")
         if set_here and not recipe.resume:
             again = f"specctl distill --output-dir {source} --overwrite generates it again"
             progress.log(f"training on the existing data in {source}; ignored: {', '.join(set_here)} ({again})")
 
 
-def same_adapter(identity: dict[str, Any], adapter: str) -> bool:
-    """Whether the target with this identity had the adapter in a directory. Raises CheckpointError."""
-    from specctl.decoding.models.identity import adapter_digest
+def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> tuple[list[str], dict[str, Any] | None]:
+    """Estimate memory, disk space and time of the training from configurations: in words, and as a document.
 
-    return identity.get("adapter_weights") == adapter_digest(adapter)
-
-
-class Expected(NamedTuple):
-    """An estimate in words and as a document, which is None, with the reason in words, if there is no estimate."""
-
-    lines: list[str]
-    document: dict[str, Any] | None
-
-
-def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Expected:
-    """Estimate memory, disk space and time of the training from configurations."""
+    The document is None if there is no estimate, and the words give the reason.
+    """
     from specctl.decoding.models.loading import load_config
     from specctl.families import trainable_families
     from specctl.training.estimate import estimate
@@ -275,15 +264,15 @@ def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Expected:
     where, machine = checks.local_target(recipe.target), machine_for(recipe)
     if recipe.arch not in trainable_families() or recipe.corpus is not None:
         what = "a corpus" if recipe.corpus is not None else recipe.arch
-        return Expected([f"no estimate: not available for {what}"], None)
+        return [f"no estimate: not available for {what}"], None
     if where is None:
         cached = f"config.json in the Hugging Face cache (hf download {recipe.target.name} config.json)"
-        return Expected([f"no estimate: target {recipe.target.name} needs its {cached}"], None)
+        return [f"no estimate: target {recipe.target.name} needs its {cached}"], None
     if machine is None:
-        return Expected(["no estimate: this GPU is not in the table; set resources.gpu to the most similar GPU"], None)
+        return ["no estimate: this GPU is not in the table; set resources.gpu to the most similar GPU"], None
     config = load_config(where, trust_remote_code=recipe.target.trust_remote_code)
     expected = estimate(recipe, config, machine, texts(recipe, first))
-    return Expected(expected.lines, asdict(expected))
+    return expected.lines, asdict(expected)
 
 
 def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
