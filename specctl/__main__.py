@@ -11,51 +11,40 @@ from specctl.errors import ReaderGone, SpecctlError
 from specctl.progress import interrupts
 
 
-class Stdout(io.TextIOWrapper):
-    """Standard output that raises its write errors as specctl errors, distinct from all other failures.
+class Stderr(io.TextIOWrapper):
+    """Standard error that ignores write errors: a command does not stop because its messages cannot be shown.
 
     After an error the descriptor points to the null device, so that the flush at exit does not fail again.
     """
 
     def write(self, text: str) -> int:
-        """Write `text`. Raises ReaderGone if the reader has closed the pipe (`specctl … | head`), else SpecctlError."""
         try:
             return super().write(text)
         except OSError as error:
-            raise self._lost(error) from error
-
-    def flush(self) -> None:
-        """Flush the buffer. Raises the errors of `write`."""
-        try:
-            super().flush()
-        except OSError as error:
-            raise self._lost(error) from error
-
-    def _lost(self, error: OSError) -> SpecctlError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-        if isinstance(error, BrokenPipeError):
-            return ReaderGone("the reader of stdout has closed the pipe")
-        return SpecctlError(f"cannot write to stdout: {error.strerror}")
-
-
-class Stderr(io.TextIOWrapper):
-    """Standard error that ignores write errors: a command does not stop because its messages cannot be shown."""
-
-    def write(self, text: str) -> int:
-        try:
-            return super().write(text)
-        except OSError:
-            self._give_up()
+            self._failed(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             super().flush()
-        except OSError:
-            self._give_up()
+        except OSError as error:
+            self._failed(error)
 
-    def _give_up(self) -> None:
+    def _failed(self, error: OSError) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+
+
+class Stdout(Stderr):
+    """Standard output that raises its write errors as specctl errors, distinct from all other failures.
+
+    The error is ReaderGone if the reader has closed the pipe (`specctl … | head`), else SpecctlError.
+    """
+
+    def _failed(self, error: OSError) -> None:
+        super()._failed(error)
+        if isinstance(error, BrokenPipeError):
+            raise ReaderGone("the reader of stdout has closed the pipe") from error
+        raise SpecctlError(f"cannot write to stdout: {error.strerror}") from error
 
 
 def main() -> None:
