@@ -31,39 +31,38 @@ class Look:
     hatch: str
 
 
-class Looks:
+class Looks(dict[str, Look]):
     """Assigns a style to every name, the same in all pictures of a report.
 
     After seven names the colors repeat with other dashes, markers and hatches. `name #2` has the color of `name` with
     a different dash and hatch. Baselines are grey.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[str, dict[str, Look]] = {}  # keyed by plain name, then by name with its number
+    def __missing__(self, name: str) -> Look:
+        plain = plain_name(name)
+        alike = [other for other in map(plain_name, [*self, name]) if is_baseline(other) == is_baseline(plain)]
+        order, variant = list(dict.fromkeys(alike)).index(plain), alike.count(plain) - 1
+        self[name] = grey(order + variant, variant) if is_baseline(plain) else colourful(order, variant)
+        return self[name]
 
-    def __getitem__(self, name: str) -> Look:
-        plain = name.split(" #")[0]
-        variants = self._known.setdefault(plain, {})
-        if name not in variants:
-            variants[name] = self._look(plain, len(variants))
-        return variants[name]
 
-    def _look(self, plain: str, variant: int) -> Look:
-        baseline = is_baseline(plain)
-        order = [name for name in self._known if is_baseline(name) == baseline].index(plain)
-        turn = order // len(COLOURS)
-        if baseline:
-            return grey(order + variant, variant)
-        return Look(
-            COLOURS[order % len(COLOURS)],
-            DASHES[(turn + variant) % len(DASHES)],
-            MARKERS[(order + turn) % len(MARKERS)],
-            HATCHES[(turn + variant) % len(HATCHES)],
-        )
+def colourful(number: int, variant: int) -> Look:
+    turn = number // len(COLOURS)
+    return Look(
+        COLOURS[number % len(COLOURS)],
+        DASHES[(turn + variant) % len(DASHES)],
+        MARKERS[(number + turn) % len(MARKERS)],
+        HATCHES[(turn + variant) % len(HATCHES)],
+    )
 
 
 def grey(number: int, variant: int = 0) -> Look:
     return Look(GREY, DASHES[(number + 2) % len(DASHES)], ".", HATCHES[variant % len(HATCHES)])
+
+
+def plain_name(name: str) -> str:
+    """Name without the number of its run."""
+    return name.split(" #")[0]
 
 
 def is_baseline(name: str) -> bool:
@@ -74,8 +73,8 @@ def is_baseline(name: str) -> bool:
 def grouped_names(names: Iterable[str]) -> list[str]:
     """List each name once, in order of appearance, with `a #2` directly after `a #1` for comparison."""
     unique = list(dict.fromkeys(names))
-    plain = list(dict.fromkeys(name.split(" #")[0] for name in unique))
-    return sorted(unique, key=lambda name: plain.index(name.split(" #")[0]))
+    plain = list(map(plain_name, unique))
+    return sorted(unique, key=lambda name: plain.index(plain_name(name)))
 
 
 def short(name: str) -> str:
