@@ -1,7 +1,7 @@
 """`specctl learn-from-server`: a drafter that learns from the texts of running engines, and is published into them."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.publication import VERSIONS, Publisher
 from specctl.adaptation.served_learner import ServedChunk, ServedLearner
 from specctl.adaptation.stream import PromptStream
-from specctl.adaptation.traffic import LogTraffic, RequestedTraffic
+from specctl.adaptation.traffic import LogTraffic, RequestedTraffic, ServedText
 from specctl.commands.export import export
 from specctl.decoding import metrics
 from specctl.decoding.models.loading import load_config
@@ -26,16 +26,15 @@ from specctl.errors import CheckpointError, UsageError
 from specctl.gateway import proxy_process
 from specctl.gateway.metrics import LearningCounts
 from specctl.gateway.proxy_process import DEFAULT_OPTIONS, ProxyOptions
-from specctl.measuring.measured import columns
+from specctl.measuring.measured import Measured, Parts, columns, relative
 from specctl.measuring.records import recipe_stamp
 from specctl.measuring.resumable_run import CHUNKS, REJECTED, ResumableRun
-from specctl.measuring.served_counts import COUNTS, mat_of, over_baseline
-from specctl.measuring.served_counts import counts as text_counts
 from specctl.recipe import ExportRecipe, LearnFromServerRecipe
 from specctl.runs import Run
 
 SHOWN = ("chunk", "mat", "loss", "learn_s")
 LOG = "traffic.jsonl"
+COUNTS = "counts.jsonl"  # one line per text: the counters of its drafts, and of the baseline's drafts
 LEARNT_DIR = "learnt"  # directory of the current drafter, in the run directory
 
 Traffic = RequestedTraffic | LogTraffic
@@ -136,7 +135,7 @@ def learn_from_server(
                     show({"": told})
                     with journal.writing():
                         journal.write_chunk([row])
-                        journal.append(COUNTS, [text_counts(text) for text in chunk])
+                        journal.append(COUNTS, [counts_of(text) for text in chunk])
                     journal.advance(traffic, *learner.state())
             journal.save()
         engines = [f"{one.facts.engine} {one.facts.version}" for one in client.servers]
@@ -252,3 +251,31 @@ def _figures(rows: list[dict[str, Any]], texts: list[dict[str, Any]]) -> dict[st
         passed_over=last["passed_over"] if last else 0,
         per_chunk=rows,
     )
+
+
+def counts_of(text: ServedText) -> dict[str, Any]:
+    """A text's line of `counts.jsonl`: rounds and accepted tokens, null if the engine does not report them."""
+    sides = {"": text.drafting, "baseline_": text.baseline}
+    return {"id": text.id, "domain": text.domain} | {
+        f"{side}{name}": getattr(drafting, name, None)
+        for side, drafting in sides.items()
+        for name in ("rounds", "accepted")
+    }
+
+
+def mat_of(texts: Sequence[Mapping[str, Any]]) -> float | None:
+    """Tokens per round, bonus token included, over the lines of `counts.jsonl` with counters."""
+    told = [text for text in texts if text["rounds"]]
+    rounds = sum(text["rounds"] for text in told)
+    return 1 + sum(text["accepted"] for text in told) / rounds if rounds else None
+
+
+def over_baseline(texts: Sequence[Mapping[str, Any]]) -> Measured:
+    """mat relative to a server that keeps its drafter, paired by prompt."""
+    both = [text for text in texts if text["rounds"] and text["baseline_rounds"]]
+
+    def parts(side: str) -> Parts:
+        rounds = [text[f"{side}rounds"] for text in both]
+        return [n + text[f"{side}accepted"] for n, text in zip(rounds, both, strict=True)], rounds
+
+    return relative([text["id"] for text in both], parts(""), parts("baseline_"))
