@@ -175,7 +175,6 @@ WEIGHTLESS_DRAFTERS = {
 
 
 def trainable_families() -> list[str]:
-    """Names of the families that are trained by gradient steps."""
     return [name for name, family in FAMILIES.items() if family.trainable is not None]
 
 

@@ -194,7 +194,6 @@ class Interrupts:
         self._early = False
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
-        """Remember a signal. This is the handler of both signals."""
         self._signal = number
 
     def requested(self) -> bool:

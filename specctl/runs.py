@@ -383,7 +383,6 @@ def hardware() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """Return the name of the processor."""
     return cpu_field("model name") or platform.processor() or platform.machine()
 
 

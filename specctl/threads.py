@@ -60,7 +60,6 @@ def free_threads(facts: CpuFacts) -> int:
 
 
 def useful_threads(flops: float) -> int:
-    """Return the number of threads that a step of `flops` FLOPs keeps busy between two barriers."""
     return 1 + int(flops / FLOPS_PER_THREAD)
 
 
@@ -172,7 +171,6 @@ def cores(root: Path = ROOT) -> int:
 
 
 def usable_cpus() -> frozenset[int]:
-    """Return the CPUs on which this process may be scheduled."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))

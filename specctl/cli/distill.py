@@ -82,7 +82,6 @@ def steps(recipe: DistillRecipe) -> list[str]:
 
 
 def prompt_filters(recipe: DistillRecipe) -> list[str]:
-    """Return a sentence about the prompts that are left out."""
     near, kinds = recipe.filters.near_excluded, ["duplicates"]
     if recipe.exclude is not None:
         alike = f" and near-duplicates of them (similarity {near:g})" if near is not None else ""
@@ -91,7 +90,6 @@ def prompt_filters(recipe: DistillRecipe) -> list[str]:
 
 
 def response_filters(recipe: DistillRecipe) -> list[str]:
-    """Return a sentence about the treatment of loops and truncated responses."""
     loops, truncated = recipe.filters.loops, recipe.filters.truncated
     kinds = [f"{loops} loops"] if loops != "keep" else []
     kinds += ["drop truncated responses"] if truncated == "drop" else []

@@ -138,7 +138,6 @@ def package(name: str, bounds: str, installed: str | None) -> Finding:
 
 
 def hardware() -> Iterator[Finding]:
-    """Report on the CPU and its bf16, threads, memory and CUDA devices."""
     import psutil
     import torch
 
@@ -177,7 +176,6 @@ def threads_finding(facts: CpuFacts, asked: int | None) -> Finding:
 
 
 def working_directory() -> Iterator[Finding]:
-    """Report on the working directory and the space on its disk."""
     here = Path.cwd()
     locked = Finding("working directory", "missing", f"{here} is read-only", "cd to a directory you can write to")
     yield locked.unless(f"{here} is writable" if os.access(here, os.W_OK) else None)

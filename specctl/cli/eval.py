@@ -55,7 +55,6 @@ def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
 
 
 def describe_prompts(recipe: EvalRecipe | EvalServerRecipe) -> str:
-    """Describe the prompts and the sampling of a measurement in words."""
     number = f"up to {recipe.limit}" if recipe.limit else "all"
     sampling = "greedy" if recipe.sampling.temperature == 0 else f"at temperature {recipe.sampling.temperature:g}"
     return (
@@ -97,7 +96,6 @@ def later_turns(document: dict[str, Any], answers: str) -> list[str]:
 
 
 def verdict(lossless: dict[str, int]) -> str:
-    """Put the counts of different and tied texts into words."""
     if not lossless["sequences"]:
         return "not compared"
     return "{mismatches} mismatches, {ties} ties in {sequences} sequences".format(**lossless)

@@ -76,7 +76,6 @@ def steps(recipe: ExportRecipe) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """Render the facts of the export, and the commands that serve it."""
     from rich.console import Group
 
     facts = {name: document[name] for name in SHOWN if document[name] is not None}
@@ -91,7 +90,6 @@ def show(document: dict[str, Any]) -> Any:
 
 
 def publication_line(one: dict[str, Any]) -> str:
-    """Return a line about a corpus that a server has now."""
     if one["tokens"] is None:
         return f"{one['server']} already has {one['corpus']}"
     before = f", replacing {', '.join(one['replaced'])}" if one["replaced"] else ""

@@ -53,7 +53,6 @@ def guide(topic: Topic = None) -> None:
 
 
 def text(topic: str) -> str:
-    """The Markdown text of a guide."""
     return (resources.files("specctl") / "guides" / f"{topic}.md").read_text(encoding="utf-8")
 
 

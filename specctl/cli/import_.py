@@ -64,6 +64,5 @@ def steps(recipe: ImportRecipe) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """Render the facts of the new drafter, and the results of the probe."""
     facts = {name: document[name] for name in SHOWN if document[name]}
     return fields(facts | {f"probe: {name}": value for name, value in (document["probe"] or {}).items()})

@@ -117,7 +117,6 @@ def stream_steps(recipe: PoolRecipe, pool: list[str]) -> list[str]:
 
 
 def choice(recipe: SelectRecipe) -> str:
-    """Describe the policies and the scope of their choices in words."""
     chosen = f"with {', '.join(recipe.algo)}, reset after every {recipe.reset}"
     if recipe.choice == "batch":
         return f"for all texts of a batch (at most {recipe.batch}) {chosen}, with separate statistics per load"

@@ -58,7 +58,6 @@ def serve(recipe: ServeRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: ServeRecipe) -> list[str]:
-    """Return the plan in words."""
     if recipe.server.urls and recipe.learn.enabled:
         urls = ", ".join(recipe.server.urls)
         log = "write the texts to a log in the run directory, which only its owner can read"

@@ -402,6 +402,5 @@ def show(document: dict[str, Any]) -> Any:
 
 
 def show_pool(document: dict[str, Any]) -> Any:
-    """Render one row per drafter of the pool."""
     names = ("drafter", "domain", "mat", "steps", "train_tokens", "elapsed_s")
     return table(*names, rows=[[drafter[name] for name in names] for drafter in document["drafters"]])

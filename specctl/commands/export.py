@@ -148,7 +148,6 @@ def facts_of(wanted: TargetRecipe, identity: dict[str, Any]) -> TargetFacts:
 
 
 def adapter_notes(recipe: ExportRecipe, identity: dict[str, Any]) -> list[str]:
-    """A note that names the adapters of the target that the drafter was made for, if there are any."""
     if not any(adapters_of(identity).values()):
         return []
     note = WITH_ADAPTER.format(checkpoint.named_adapter(identity))
@@ -262,7 +261,6 @@ def publish(recipe: ExportRecipe, target: TargetText, texts: corpus.CorpusTexts)
 
 
 def write_record(directory: Path, recipe: ExportRecipe, drafter: checkpoint.Checkpoint, commands: list[str]) -> None:
-    """Write export.json."""
     origin = {"drafter": str(recipe.source.absolute()), "to": recipe.to, "target": drafter.config["target"]}
     atomic_write(directory / RECORD, to_json(origin | {"commands": commands}, indent=2) + "\n")
 

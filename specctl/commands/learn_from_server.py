@@ -211,7 +211,6 @@ def open_traffic(
 
 
 def count_chunk(counts: LearningCounts, row: ServedChunk, ended: bool) -> None:
-    """Add a chunk to the counts of the learning."""
     counts.on = not ended
     sent = row.publication
     counts.version = int((sent.version if sent and sent.verdict == "published" else row.version).lstrip("v") or 0)

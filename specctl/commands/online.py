@@ -166,7 +166,6 @@ def _tracked(rows: Sequence[ChunkRow]) -> dict[str, float]:
 
 
 def _use_target(recipe: OnlineRecipe, stage: OnlineContenders, name: str, since: str = "") -> None:
-    """Switch to the target of this name, if it is not the current one."""
     if recipe.target_schedule and name != stage.target.name:
         progress.log(f"{since}the target is {name}")
         stage.retarget(load_target(**(recipe.target.loading | {"name": name})))

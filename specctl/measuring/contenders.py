@@ -109,8 +109,6 @@ def contenders(
 
 
 def engine_contender(name: str, engine: Engine, sampling: SamplingRecipe) -> Contender:
-    """Contender that decodes with an engine of its own."""
-
     def answer(turn: PromptBatch, seeds: list[int]) -> list[dict[str, Decoded]]:
         return [{name: decoded} for decoded in decode_batch(engine, sampling, turn, seeds)]
 

@@ -106,7 +106,6 @@ def mean(line: Sequence[Value]) -> Value:
 
 
 def verdict(diagonal: Sequence[Specialist]) -> str:
-    """One-line summary of the diagonal."""
     if not diagonal:
         return "diagonal: no specialist can be compared with another drafter in its own domain"
     leading = [specialist for specialist in diagonal if specialist.best]

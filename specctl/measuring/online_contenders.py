@@ -139,7 +139,6 @@ class OnlineContenders:
         return [*self.learners.values(), *([self.fixed_pool] if self.fixed_pool else [])]
 
     def _load_fixed(self) -> dict[str, Drafter]:
-        """Load the drafters that do not learn, by name."""
         starts = {
             static_name(self.recipe, algo): self.recipe.initial_drafter(self.recipe.family_of(algo))
             for algo in self.learners
@@ -221,7 +220,6 @@ class OnlineContenders:
         self._warm = True
 
     def _restore_gate_statistics(self, pasts: Mapping[str, dict[str, Any]]) -> None:
-        """Restore the hybrids' statistics of earlier texts."""
         for name, state in pasts.items():
             self.gate_statistics[name].restore(state)
 
@@ -250,7 +248,6 @@ class OnlineContenders:
         return length
 
     def _hybrid(self, name: str, head: Drafter) -> Drafter:
-        """The hybrid of a head and the recipe's text drafter."""
         algo = next(algo for algo in self.learners if name in (algo, static_name(self.recipe, algo)))
         start = str(self.recipe.initial_drafter(self.recipe.family_of(algo)))
         return self.companion.hybrid(start, head, self.gate_statistics[name])
@@ -391,7 +388,6 @@ class OnlineContenders:
         return {**position, "pupils": facts}, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Go on from a `state`."""
         self.chunks, self._turns = index(facts["chunks"]), index(facts["turns"])
         self.failed_chunks = Counter(facts["refused"])
         self._restore_gate_statistics(facts.get("pasts", {}))  # states of older versions have none

@@ -99,7 +99,6 @@ def chunk_file_name(number: int) -> str:
 
 
 def chunk_files(directory: Path) -> list[Path]:
-    """Chunk files in a directory, in order; other files are ignored."""
     return sorted(directory.glob("[0-9]" * 8 + ".parquet"))
 
 
@@ -195,7 +194,6 @@ def _record(row: dict[str, Any], prompt_ids: list[int]) -> Record:
 
 
 def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`{"a": {"b": 1}}` as `("a.b", 1)`."""
     for key, value in document.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

@@ -220,7 +220,6 @@ class ResumableRun:
 
     @property
     def rejected(self) -> int:
-        """Number of prompts that could not be used."""
         path = self.run.dir / REJECTED
         return len(regular_files.read_text(path).splitlines()) if path.exists() else 0
 
@@ -250,7 +249,6 @@ class ResumableRun:
         return lines | {f"{path.parent.name}/{path.name}": sha256(path) for path in parts}
 
     def _truncate_to_mark(self) -> None:
-        """Delete everything that was written after the mark."""
         for path in chunk_files(self.chunk_dir):
             if int(path.stem) > self.mark.number:
                 path.unlink()

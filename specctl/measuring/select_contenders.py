@@ -88,7 +88,6 @@ def prompt_batches(stream: Sequence[Sequence[Case]], batch: int) -> list[PromptB
 
 
 def companion_of(recipe: SelectRecipe, target: Target) -> Companion:
-    """Text drafter of a recipe, with an empty store."""
     return Companion(recipe.companion, target, recipe.drafting, GrowingDatastore(recipe.store_tokens))
 
 
@@ -309,7 +308,6 @@ class SelectContenders:
             engine.controller = selector
 
     def _engine(self, name: str, controller: Controller) -> Engine:
-        """The engine of a contender that drafts."""
         options = self.recipe.catch_up
         # Only a policy leaves drafters idle, so only a policy can save anything by `streaming`.
         streams = options.name == "streaming" and name in self.recipe.algo

@@ -85,7 +85,6 @@ MODES = {
 
 
 def modes_of(command: str) -> list[str]:
-    """Return the commands that were modes of `command`, with former names."""
     return [name for name in MODES if earlier_of(name) == command]
 
 

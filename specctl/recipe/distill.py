@@ -84,5 +84,4 @@ class DistillRecipe(WriterRecipe):
 
     @property
     def output(self) -> Path:
-        """Directory of the responses."""
         return self.output_dir or distilled_dir(self.data.domain)

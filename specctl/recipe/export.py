@@ -57,5 +57,4 @@ class ExportRecipe(ConverterRecipe):
 
     @property
     def output(self) -> Path:
-        """Directory of the exported drafter."""
         return self.output_dir or Path("exported") / f"{(self.drafter or Path()).name}-{self.to}"

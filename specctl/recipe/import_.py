@@ -39,6 +39,5 @@ class ImportRecipe(ConverterRecipe):
 
     @property
     def output(self) -> Path:
-        """Directory of the drafter."""
         head = self.head or Path()
         return self.output_dir or Path("drafters") / (head.stem if head.suffix == ".gguf" else head.name)

@@ -370,7 +370,6 @@ def _accepts(annotation: Any, *types: type) -> bool:
 
 
 def _keys(model: type[Section], prefix: str = "") -> list[str]:
-    """Return every dotted key of a recipe."""
     keys: list[str] = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)

@@ -61,7 +61,6 @@ class StreamRecipe(Section):
         return parse_schedule(self.schedule)
 
     def chunk_of(self, family: str) -> int:
-        """Return the number of prompts per chunk for drafters of a family."""
         return self.chunk or online_families()[family].chunk
 
 

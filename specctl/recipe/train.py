@@ -290,7 +290,6 @@ class TrainRecipe(WriterRecipe):
 
     @property
     def output(self) -> Path:
-        """Directory of the drafter."""
         return self.output_dir or Path("drafters") / self.name
 
     @property

@@ -47,7 +47,6 @@ class Contents:
 
     @property
     def filled(self) -> list[ReportTable]:
-        """Tables with at least one row."""
         return [table for table in self.tables if table.rows]
 
 

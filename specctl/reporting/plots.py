@@ -37,7 +37,6 @@ def write_matrix(document: dict[str, Any], directory: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG, atomically."""
     atomic_write(path, png(figure))
     return path
 

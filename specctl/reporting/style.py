@@ -61,7 +61,6 @@ def grey(number: int, variant: int = 0) -> Look:
 
 
 def plain_name(name: str) -> str:
-    """Name without the number of its run."""
     return name.split(" #")[0]
 
 

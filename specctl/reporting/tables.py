@@ -86,7 +86,6 @@ def unusable_notes(document: Mapping[str, Any]) -> list[str]:
 
 
 def machine(about: Mapping[str, Any]) -> str:
-    """Describe `machine` of a result document in words."""
     busy = about.get("others_busy")  # read from a file, so it may have any type
     words = [f"{text(about.get(many))} {many[:-1] if about.get(many) == 1 else many}" for many in ("cores", "threads")]
     return ", ".join([*words, *([f"other processes kept {text(busy)} cores busy"] if busy is not None else [])])

@@ -39,7 +39,6 @@ SHAPES = {
 
 
 def config_of(name: str) -> LlamaConfig:
-    """Configuration of a Llama model with the sizes of a named shape."""
     shape = SHAPES[name]
     return LlamaConfig(
         vocab_size=shape.vocabulary,

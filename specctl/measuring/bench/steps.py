@@ -62,8 +62,6 @@ class DecodingRow:
 
 @dataclass
 class Timed:
-    """Decoded sequences, with the time that decoding took."""
-
     texts: list[Decoded] = field(default_factory=list)
     decode_s: float = 0.0
     prefill_s: float = 0.0

@@ -32,7 +32,6 @@ WORTH = headings("label", "concurrency", "mat", label="run", break_even="even at
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Build pictures and tables of load sweeps over servers."""
     rows = [
         {**row, "label": run.named(f"{row['server']}, {row['domain']}")}
         for run in runs

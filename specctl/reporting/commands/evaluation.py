@@ -104,7 +104,6 @@ def _tables(runs: Sequence[RunRecord], rows: Sequence[Row]) -> list[ReportTable]
 
 
 def _side_by_side(runs: Sequence[RunRecord], rows: Sequence[Row]) -> ReportTable:
-    """Table of each drafter's mat in each domain, with one column per run."""
     mats = {(row["drafter"], row["domain"], row["label"]): row.get("mat") for row in rows}
     cases = dict.fromkeys((drafter, domain) for drafter, domain, _ in mats)
     lines = [
@@ -138,7 +137,6 @@ def _means(rows: Sequence[Row], metric: str) -> dict[str, float]:
 
 
 def _panels(rows: Sequence[Row], metric: str, looks: Looks) -> dict[str, list[Bar]]:
-    """Group bars by domain."""
     panels: dict[str, list[Bar]] = {}
     for row in rows:
         if usable_value(row, metric) is not None and row["drafter"] not in TRIVIAL_ONES[metric]:

@@ -31,7 +31,6 @@ CHUNK = headings(
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Build pictures and tables of runs against servers."""
     rows = [{**_row(row), "label": run.named(run.result["algo"])} for run in runs for row in run.result["per_chunk"]]
     learners = Looks()
     lines = curves.labelled(rows, "chunk", "mat", learners)
@@ -49,7 +48,6 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 
 def _row(chunk: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a chunk with the publication that followed it."""
     sent = chunk["publication"] or {}
     about = {key: sent.get(key) for key in ("verdict", "mat_before", "mat_after")}
     return {**chunk, **about, "published": sent.get("version")}

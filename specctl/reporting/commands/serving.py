@@ -24,7 +24,6 @@ ROWS = headings(
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Build the tables of runs of the gateway."""
     summary = [_summary(run) for run in runs if run.result]
     rows = [row | {"label": run.named(row["label"])} for run in runs for row in _rows(run.result)]
     headline = {SUMMARY[key]: summary[0][key] for key in ("requests", "mat") if len(summary) == 1 and key in summary[0]}
