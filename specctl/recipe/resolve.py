@@ -136,17 +136,9 @@ def _typed_for(asked: str, command: str, settings: list[Setting], problems: list
 
 def shipped() -> dict[str, str]:
     """Return the recipes in the package: name (`eval`, `deepspeed/zero2`, `slurm/train-drafter`) → text."""
-    found: dict[str, str] = {}
-
-    def visit(folder: Any, prefix: str) -> None:
-        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-            if entry.is_dir():
-                visit(entry, f"{prefix}{entry.name}/")
-            elif entry.name.endswith(SUFFIXES) and entry.name != "__init__.py":
-                found[prefix + entry.name.rsplit(".", 1)[0]] = entry.read_text(encoding="utf-8")
-
-    visit(resources.files("specctl.recipes"), "")
-    return found
+    root = Path(str(resources.files("specctl.recipes")))
+    files = [path for path in sorted(root.rglob("*")) if path.suffix in SUFFIXES and path.name != "__init__.py"]
+    return {path.relative_to(root).with_suffix("").as_posix(): path.read_text(encoding="utf-8") for path in files}
 
 
 def read(name: str | Path) -> tuple[str, str]:
