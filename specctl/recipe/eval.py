@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
-from specctl.recipe.sections import DataRecipe, DraftingRecipe, LocalPath, Name, RunRecipe, SamplingRecipe
+from specctl.recipe.sections import DraftingRecipe, LocalPath, Name, RunRecipe, SampledRecipe
 
 
-class EvalRecipe(RunRecipe):
+class EvalRecipe(RunRecipe, SampledRecipe):
     """`specctl eval`: measure drafters, with one row per drafter × domain.
 
     The default of output_dir is a new run directory under ./runs. `matrix` adds a table of `metric` over pool ×
@@ -19,23 +19,17 @@ class EvalRecipe(RunRecipe):
 
     sliceable = True
 
-    data: DataRecipe = DataRecipe()
-    sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
     drafters: list[Name] = []  # drafter directories, or drafters without weights: lookup, suffix
     pool: LocalPath | None = None  # directory of drafter directories
     matrix: bool = False
     metric: Literal["mat", "speedup", "accept_rate"] = "mat"  # shown in the cells of the matrix
     baselines: list[Literal["vanilla", "transformers"]] = ["vanilla", "transformers"]
-    split: Literal["train", "test"] = "test"
-    limit: PositiveInt | None = 100  # prompts per domain; a sample if a file has more
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
     save_outputs: bool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> EvalRecipe:
-        if self.data.limit is not None:
-            raise ValueError("use `limit`, not `data.limit`")
         if self.matrix and not self.drafters and self.pool is None:
             raise ValueError("a matrix needs drafters: name a pool")
         if self.matrix and self.metric == "speedup" and "vanilla" not in self.baselines:

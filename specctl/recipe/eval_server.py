@@ -1,24 +1,20 @@
 """Recipe of `specctl eval-server`."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from specctl.errors import UsageError
-from specctl.recipe.sections import CommandRecipe, DataRecipe, SamplingRecipe
+from specctl.recipe.sections import SampledRecipe
 from specctl.recipe.server import ServerRecipe
 
 
-class EvalServerRecipe(CommandRecipe):
+class EvalServerRecipe(SampledRecipe):
     """`specctl eval-server`: measure the drafter of a running engine, by load.
 
     The default of output_dir is a new run directory under ./runs.
     """
 
-    data: DataRecipe = DataRecipe()
-    sampling: SamplingRecipe = SamplingRecipe()
-    split: Literal["train", "test"] = "test"
-    limit: PositiveInt | None = 100  # prompts per domain; a sample if a file has more
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1, max_length=1)] = [0]
     server: ServerRecipe = ServerRecipe()  # the engine that is measured
     baseline_server: ServerRecipe = ServerRecipe()  # an engine with the same target and no drafter
@@ -29,8 +25,6 @@ class EvalServerRecipe(CommandRecipe):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.data.limit is not None:
-            raise ValueError("use `limit`, not `data.limit`")
         if self.sampling.exact:
             raise ValueError("sampling.exact is for decoding in this process: leave it out")
         return self

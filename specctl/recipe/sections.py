@@ -297,6 +297,21 @@ class RunRecipe(ResumableRecipe):
         return self
 
 
+class SampledRecipe(CommandRecipe):
+    """Recipe of a command that measures on a sample of the prompts."""
+
+    data: DataRecipe = DataRecipe()
+    sampling: SamplingRecipe = SamplingRecipe()
+    split: Literal["train", "test"] = "test"
+    limit: PositiveInt | None = 100  # prompts per domain; a sample if a file has more
+
+    @model_validator(mode="after")
+    def _limit_of_the_command(self) -> Self:
+        if self.data.limit is not None:
+            raise ValueError("use `limit`, not `data.limit`")
+        return self
+
+
 class ConverterRecipe(CommandRecipe):
     """Recipe of a command that converts one directory into another within seconds."""
 

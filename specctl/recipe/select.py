@@ -9,15 +9,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field
 
 from specctl.families import STREAM_RETRIEVAL, TEXT_DRAFTERS
 from specctl.recipe.sections import (
-    CommandRecipe,
-    DataRecipe,
     DraftingRecipe,
     LocalPath,
     Name,
     Names,
     OneOf,
     PositiveFloat,
-    SamplingRecipe,
+    SampledRecipe,
     Section,
 )
 
@@ -145,14 +143,12 @@ class ArmRecipe(Section):
         return shapes
 
 
-class PoolRecipe(CommandRecipe):
+class PoolRecipe(SampledRecipe):
     """Common keys of the commands that decode a stream of prompts with a pool of drafters.
 
     A session has `session` consecutive prompts, from one domain unless `order` says otherwise.
     """
 
-    data: DataRecipe = DataRecipe()
-    sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
     pool: LocalPath | None = None  # directory of drafters (None = ./drafters, if it exists)
     drafters: list[Name] = []  # further drafters of the pool: directories, lookup or suffix
@@ -162,15 +158,8 @@ class PoolRecipe(CommandRecipe):
     # mixed: sessions of all domains, shuffled. blocks: one domain after the other. shift: every session has half of its
     # prompts from one domain and half from a second one.
     order: Literal["mixed", "blocks", "shift"] = "mixed"
-    split: Literal["train", "test"] = "test"
     limit: PositiveInt | None = 40  # prompts per domain; a sample if a file has more
     overwrite: bool = False
-
-    @model_validator(mode="after")
-    def _limit_of_the_command(self) -> Self:
-        if self.data.limit is not None:
-            raise ValueError("use `limit`, not `data.limit`")
-        return self
 
 
 class SelectRecipe(PoolRecipe):
