@@ -33,7 +33,8 @@ SIGNATURE = 512  # bytes of a signature
 BEAT = 15.0  # seconds between two signatures
 PATIENCE = 4  # beats without a change after which the holder counts as dead
 Signature = dict[str, Any]
-"""Holder of a lock: host, pid and time name it, and beats shows that it lives. Empty if the file is unsigned."""
+"""Holder of a lock: host, pid and time name it, machine is the kernel that it runs on, and beats shows that it lives.
+Empty if the file is unsigned."""
 
 HINT = "wait for that process or stop it, and start again; or use another --output-dir now"
 
@@ -54,7 +55,8 @@ class Lock:
     def __init__(self, path: Path, protected: Path | None = None, hint: str = HINT):
         self.path, self.protected, self._hint = path, protected or path.parent, hint
         self._ended, self._signing, self._beats = threading.Event(), threading.Lock(), 0
-        self._own = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        self._own = {"host": socket.gethostname(), "pid": os.getpid(), "time": began, "machine": _machine()}
         try:
             self._fd = self._acquire()
         except OSError as error:
@@ -80,7 +82,7 @@ class Lock:
                 flocked = self._flock(fd)
                 if same_file(fd, self.path):  # otherwise the file was released between our open and our flock
                     if holder:
-                        if not flocked or holder["host"] != self._own["host"]:
+                        if not flocked or holder.get("machine") != self._own["machine"]:
                             self._await_silence(holder)
                         log = f"taking over {self.protected} from {describe_holder(holder)}, which has ended"
                         progress.log(log)
@@ -205,6 +207,15 @@ def same_file(fd: int, path: Path) -> bool:
         return False
     here = os.fstat(fd)
     return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _machine() -> str:
+    """Return an id of the running kernel: processes of one kernel see each other's flocks. Machines made from one image
+    can have the same host name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _parsed(content: bytes) -> Signature | None:

@@ -145,10 +145,10 @@ def test_a_dead_holder_on_another_machine_does_not_block(place, monkeypatch, cap
 
 @pytest.mark.parametrize("flock", [unknown, granted])
 def test_a_live_holder_on_another_machine_blocks(place, monkeypatch, flock):
-    """Its signature keeps changing, also on file systems without a shared flock."""
+    """Its signature keeps changing, also on file systems without a shared flock. Both machines have one host name."""
     monkeypatch.setattr(lock.fcntl, "flock", flock)
     with take(place):
-        monkeypatch.setattr(lock.socket, "gethostname", lambda: "another")
+        monkeypatch.setattr(lock, "_machine", lambda: "another")
         with pytest.raises(UsageError, match=f"by process {os.getpid()}"), take(place):
             pass
         assert (place / lock.NAME).exists()

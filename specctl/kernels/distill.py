@@ -106,7 +106,7 @@ class _LinearDistill(torch.autograd.Function):
         dtype: torch.dtype,
         wanted: list[bool],
     ) -> tuple[Tensor | None, ...]:
-        """(Σ share·loss, losses [n], and the gradients of the first by hidden, weight and bias, if `needed_states`)."""
+        """(Σ share·loss, losses [n], and the gradients of the first by hidden, weight and bias, if `wanted`)."""
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if wanted[0] else None
         d_weight = None
