@@ -359,7 +359,7 @@ def test_graphs_of_plain_decoding_do_not_count_as_rounds_of_drafters(tmp_path, p
 )
 def test_rounds_on_the_device_teach_the_same(tmp_path, prompts, tiny, heads, monkeypatch, family, feedback):
     """Here, replaying a graph runs its rounds again. The optimizer is Adam, because Muon turns rounding errors of small
-    gradients into full steps."""
+    gradients into full steps. Weights move by up to 0.03."""
     options = {
         "learner": {"optimizer": "adam"},
         "drafting": STEADY,
@@ -380,7 +380,7 @@ def test_rounds_on_the_device_teach_the_same(tmp_path, prompts, tiny, heads, mon
     start = checkpoint.load(heads(family)).tensors
     assert any(not torch.equal(found[key], start[key]) for key in start)
     for key in expected:
-        torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-4)
 
 
 def test_a_huge_rate_spoils_no_text_and_no_saved_weight(tmp_path, prompts, tiny, copy, capsys):

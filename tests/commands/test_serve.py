@@ -47,7 +47,7 @@ def test_dry_run_prints_the_drafters_and_the_policy(specctl):
         (("--learn", "--drafter", "lookup"), "lookup has no weights that learn"),
         (("--learn", "--drafter", "lookup", "learn.algo=static"), "a rule that learns"),
         (("--learn", "--drafter", "lookup", "learn.algo=ogd-eagle3"), "without a family"),
-        (("--learn", "--drafter", "lookup", "learn.device=gpu"), "not a device"),
+        (("--learn", "--drafter", "lookup", "learn.device=gpu"), "should be auto, cpu, cuda or cuda:N"),
         (("--server", "http://a:1", "--drafter", "lookup"), "leave out drafters and pool"),
         (("--log", "tensorboard"), "add --learn"),
     ],

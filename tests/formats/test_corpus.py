@@ -78,7 +78,7 @@ def test_export_for_sglang_writes_the_corpus_and_its_command(drafter, tmp_path, 
     )
     assert 0 < int(budget) <= int(nodes) - 1 and "max-tokens" not in command
     assert json.loads((tmp_path / "out" / "export.json").read_text())["commands"] == [command]
-    with pytest.raises(UsageError, match="exists"):
+    with pytest.raises(UsageError, match="already contains a converted drafter"):
         export(ExportRecipe(drafter=drafter, to="sglang", output_dir=tmp_path / "out"))
     export(ExportRecipe(drafter=drafter, to="sglang", output_dir=tmp_path / "out", overwrite=True, tokens=1))
     big = corpus.CorpusTexts([], corpus.MOST_TOKENS + 1, 0)

@@ -463,7 +463,7 @@ def select_taps(tapped: Tensor, kept: tuple[int, ...], taps: tuple[int, ...]) ->
     if taps == kept:
         return tapped
     parts = tapped.chunk(len(kept), -1)
-    return torch.cat([parts[kept.index(tap)] for tap in taps], -1)
+    return torch.cat([parts[kept.index(tap)] for tap in taps], -1) if taps else tapped[..., :0]
 
 
 def last_slots(state: DecodeState, width: int, taps: tuple[int, ...]) -> tuple[Tensor, list[int]]:
