@@ -42,6 +42,7 @@ class LearnerOptions(Section):
     optimizer: Literal["sgd", "adam", "muon"] | None = None
     lr: PositiveFloat | None = None  # learning rate η; in an ensemble the smallest rate
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # algo momentum: μ of the heavy ball
+    matched: bool = False  # algo momentum: lr is the effective rate η / (1 − μ), to compare rules
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]  # of Adam
     clip: NonNegativeFloat | None = None  # largest gradient norm; 0 = no clipping
     epochs: PositiveInt | None = None  # passes over a chunk per update
@@ -74,6 +75,8 @@ class LearnerOptions(Section):
     # an update. batch: each batch just before the step on it; free, but with weights that have not drafted, which
     # overrates learners that learn fast within a chunk.
     measure: Literal["first", "chunk", "batch"] = "first"
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0  # ensemble: factor on the learners' past losses, per chunk
+    resync: NonNegativeInt = 0  # ensemble: chunks after which all learners restart from their mean; 0 = never
     combine: Literal["weights"] = "weights"  # ensemble: average these (a recipe may still name the only way)
     rollback: bool = True  # take back an update that lowers acceptance
     tolerance: Fraction = 0.1  # relative fall of the acceptance rate from which an update is suspected

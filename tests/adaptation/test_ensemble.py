@@ -78,6 +78,13 @@ def test_the_loss_is_per_token(quadratic, chunk):
         assert short.learn(chunk([0.0], tokens=1)).losses == long.learn(chunk([0.0], tokens=10)).losses
 
 
+def test_discount_shrinks_earlier_losses(quadratic, chunk):
+    _, learner = quadratic([2.0], algo="ensemble", lr=0.25, discount=0.5)
+    learner.learn(chunk([0.0]))
+    learner.learn(chunk([0.0]))
+    assert learner.L.tolist() == pytest.approx([1 + 1.125, 1 + 0.5, 1.0])
+
+
 def test_collapse_is_reported(quadratic, chunk):
     _, learner = quadratic([4.0], algo="ensemble", lr=0.1, epsilon=10.0)
     outcomes = [learner.learn(chunk([0.0])) for _ in range(6)]
@@ -85,13 +92,29 @@ def test_collapse_is_reported(quadratic, chunk):
     assert outcomes[-1].collapsed and outcomes[-1].effective == pytest.approx(1.0, abs=0.05)
 
 
+def test_resync_moves_all_members_to_their_mean(quadratic, chunk):
+    """Every second chunk; between resyncs the members stay apart."""
+    _, learner = quadratic([4.0], algo="ensemble", lr=0.1, epsilon=0.5, resync=2)
+    learner.learn(chunk([0.0]))
+    assert len({member.w.item() for member in learner.members}) == 3
+    learner.learn(chunk([0.0]))
+    twin = quadratic([4.0], algo="ensemble", lr=0.1, epsilon=0.5)[1]
+    twin.learn(chunk([0.0]))
+    twin.learn(chunk([0.0]))
+    mean = float(sum(p * member.w for p, member in zip(twin.p, twin.members, strict=True)))
+    assert [member.w.item() for member in learner.members] == pytest.approx([mean] * 3)
+    assert learner.L.tolist() == twin.L.tolist(), "what was learnt about the rates is kept"
+
+
 def test_a_diverging_member_loses_its_weight(quadratic, chunk, played):
-    """η = 32 overflows after some chunks and is refused."""
-    _, learner = quadratic([1.0], algo="ensemble", lr=0.02, spacing=40.0)
-    outcomes = [learner.learn(chunk([0.0])) for _ in range(40)]
-    assert outcomes[-1].refused == (2,) and outcomes[-1].status == "updated"
-    assert outcomes[-1].weights[2] == 0 and math.isfinite(outcomes[-1].loss)
-    assert abs(played(learner).item()) < 0.1 and learner.L.isinf().tolist() == [False, False, True]
+    """η = 32 overflows after some chunks and is refused; resync takes the member back."""
+    for resync in (0, 40):
+        _, learner = quadratic([1.0], algo="ensemble", lr=0.02, spacing=40.0, resync=resync)
+        outcomes = [learner.learn(chunk([0.0])) for _ in range(40)]
+        assert outcomes[-1].refused == (2,) and outcomes[-1].status == "updated"
+        assert outcomes[-1].weights[2] == 0 and math.isfinite(outcomes[-1].loss)
+        assert abs(played(learner).item()) < 0.1
+        assert learner.L.isfinite().all() == bool(resync)
 
 
 def test_opt_ensemble_without_hints_is_the_ensemble(quadratic, chunk):

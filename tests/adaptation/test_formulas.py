@@ -90,7 +90,7 @@ def test_hedge_weights_by_hand():
 
 
 def test_a_member_without_a_finite_loss_has_no_weight():
-    L = formulas.cumulated(vector(0.5, 1.0, 1.0), vector(0.5, math.nan, math.inf))
+    L = formulas.cumulated(vector(1.0, 1.0, 1.0), vector(0.5, math.nan, math.inf), 0.5)
     assert L.tolist() == [1.0, math.inf, math.inf]
     assert formulas.hedge_weights(L, torch.zeros_like(L), 10.0).tolist() == [1.0, 0.0, 0.0]
 

@@ -56,6 +56,8 @@ def test_momentum_by_hand(quadratic, played, chunk):
     """With μ = ½, η = ½: w = 8 → 4 → 4 − ½(4 + 4) = 0 → 0 − ½(0 + 4) = −2."""
     _, learner = quadratic([8.0], algo="momentum", momentum=0.5)
     assert follow(learner, played, chunk, [[0.0]] * 3) == [[8.0], [4.0], [0.0], [-2.0]]
+    _, matched = quadratic([8.0], algo="momentum", momentum=0.5, matched=True)
+    assert follow(matched, played, chunk, [[0.0]]) == [[8.0], [6.0]], "η (1 − μ) is the first step"
 
 
 def test_optimistic_beats_ogd_on_slowly_changing_gradients(quadratic, chunk):
@@ -121,7 +123,7 @@ def test_a_restored_learner_continues_exactly(quadratic, chunk, algo, optimizer)
     """A state saved after four of eight chunks contains all that matters."""
     random = torch.Generator().manual_seed(1)
     chunks = [chunk(*torch.randn(2, 3, generator=random).tolist()) for _ in range(8)]
-    options = dict(algo=algo, optimizer=optimizer, lr=0.07, epochs=2, radius=1.3, hint="mean")
+    options = dict(algo=algo, optimizer=optimizer, lr=0.07, epochs=2, radius=1.3, hint="mean", discount=0.9, resync=3)
     _, whole = quadratic([0.5, -0.5, 2.0], seed=4, **options)
     for part in chunks[:4]:
         whole.learn(part)

@@ -68,7 +68,7 @@ class Ensemble:
     ):
         self.members = members
         self._objective, self._options, self._hint = objective, options, hint
-        self._draw = self._judged = 0  # batches drawn; chunks with finite losses
+        self._t = self._draw = self._judged = 0  # chunks; batches drawn; chunks with finite losses
         self.L = torch.zeros(len(members), dtype=torch.float64)
         self._guess = torch.zeros_like(self.L)
 
@@ -97,6 +97,7 @@ class Ensemble:
         p, losses = self.p, self._measured(chunk)
         descents = [InnerLoop(member) for member in self.members]
         self._draw = inner_loop(self._objective, descents, chunk, self._options, self._draw)
+        self._t += 1
         moved = [place for place, descent in enumerate(descents) if descent.sound and descent.steps]
         refused = tuple(place for place, descent in enumerate(descents) if not descent.sound)
         scales = self._settled(descents, held) if moved and held else ()
@@ -149,7 +150,7 @@ class Ensemble:
 
     def state(self) -> dict[str, Tensor]:
         """Everything learned, as tensors that are never changed afterwards: for a checkpoint, and to go back to."""
-        tensors = {"t": torch.tensor([self._draw, self._judged]), "L": self.L, "guess": self._guess}
+        tensors = {"t": torch.tensor([self._t, self._draw, self._judged]), "L": self.L, "guess": self._guess}
         for place, member in enumerate(self.members):
             tensors |= add_prefix(f"{place}.", member.state())
         return tensors
@@ -161,18 +162,29 @@ class Ensemble:
             raise CheckpointError(
                 "the learner's state does not fit its recipe", "resume with the same algo, optimizer and members"
             )
-        self._draw, self._judged = state["t"].tolist()
+        self._t, self._draw, self._judged = state["t"].tolist()
         self.L, self._guess = state["L"], state["guess"]
         for place, member in enumerate(self.members):
             member.restore(strip_prefix(f"{place}.", state))
 
     def _weigh(self, losses: Tensor) -> None:
-        """Weigh the members anew, unless no loss is finite."""
-        L = formulas.cumulated(self.L, losses)
+        """Weigh the members anew, unless no loss is finite. Every `resync` chunks they restart from their mean."""
+        L = formulas.cumulated(self.L, losses, self._options.discount)
         if L.isfinite().any():
             self._judged += 1
             known = losses.nan_to_num(nan=0.0, posinf=0.0)  # a member without a finite loss has no weight anyway
             self.L, self._guess = L, formulas.next_hint(self._hint, self._guess, known, self._judged)
+        if self._options.resync and self._t % self._options.resync == 0:
+            self._resync()
+
+    def _resync(self) -> None:
+        """Restart all members from their mean. A member that had no weight gets the largest loss of the others."""
+        common = formulas.mean_of(self.p, [member.w_hat for member in self.members])
+        for member in self.members:
+            member.w_hat = common
+        dead = self.L.isinf()
+        self.L = torch.where(dead, self.L[~dead].max(), self.L)
+        self._guess = torch.where(dead, self._guess[~dead].max(), self._guess)
 
 
 def _weighted_loss(p: Tensor, losses: Tensor) -> float:

@@ -69,9 +69,9 @@ def hedge_weights(L: Tensor, guess: Tensor, epsilon: float) -> Tensor:
     return torch.softmax(-epsilon * (L + guess), 0)
 
 
-def cumulated(L: Tensor, losses: Tensor) -> Tensor:
-    """L + losses; a loss that is not a number counts as infinite."""
-    return L + losses.nan_to_num(nan=math.inf, posinf=math.inf)
+def cumulated(L: Tensor, losses: Tensor, discount: float) -> Tensor:
+    """discount · L + losses; a loss that is not a number counts as infinite."""
+    return discount * L + losses.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def effective_members(p: Tensor) -> float:

@@ -50,7 +50,8 @@ def make_learner(objective: Objective, options: LearnerRecipe, start: Tensor) ->
     assert options.lr is not None and options.optimizer is not None, "LearnerRecipe.resolved() fills these in"
     several, hint = "ensemble" in algo, options.hint if algo in ("optimistic", "opt-ensemble") else "none"
     optimizer = "momentum" if algo == "momentum" else options.optimizer
-    rates = [options.lr * options.spacing**place for place in range(options.members if several else 1)]
+    eta = options.lr * (1 - options.momentum) if algo == "momentum" and options.matched else options.lr
+    rates = [eta * options.spacing**place for place in range(options.members if several else 1)]
     matrices = objective.matrices
     members = [EnsembleMember(start, options, rate, optimizer, hint, matrices) for rate in rates]
     return Ensemble(objective, members, options, hint)
