@@ -116,17 +116,14 @@ class Plan:
         if self.ancestry is not None:
             first = self.positions - (window - 1)
             return replace(self, ancestry=self.ancestry._replace(first=first))
-        far = torch.arange(self.span, device=self.positions.device) <= (self.positions - window).unsqueeze(-1)
-        mask = self.dense_mask(dtype).masked_fill(far.unsqueeze(1), MINUS_INF)
-        # Not contiguous: otherwise `_alone` would give a single row no mask.
-        return replace(self, mask=mask, causal=False, contiguous=False)
-
-    def dense_mask(self, dtype: torch.dtype) -> Tensor:
-        """The mask [1 or B, 1, T, span] of a plan without ancestry, also if attention needs none."""
         rows, device = self.positions.shape[1], self.positions.device
-        if self.mask is None and self.causal:
-            return _staircase(0, rows, device, dtype)
-        return torch.zeros(1, 1, rows, self.span, dtype=dtype, device=device) if self.mask is None else self.mask
+        mask = self.mask
+        if mask is None:
+            empty = torch.zeros(1, 1, rows, self.span, dtype=dtype, device=device)
+            mask = _staircase(0, rows, device, dtype) if self.causal else empty
+        far = torch.arange(self.span, device=device) <= (self.positions - window).unsqueeze(-1)
+        # Not contiguous: otherwise `_alone` would give a single row no mask.
+        return replace(self, mask=mask.masked_fill(far.unsqueeze(1), MINUS_INF), causal=False, contiguous=False)
 
     def without_slots(self, skipped: Sequence[range], dtype: torch.dtype) -> Plan:
         """This plan with the `skipped` slots of each sequence masked."""
@@ -134,7 +131,10 @@ class Plan:
             return self
         assert not self.causal, "a plan with rows from slot 0 on has no skipped slots"
         plan = self.masked(dtype)
-        mask = plan.dense_mask(dtype).expand(len(skipped), -1, -1, -1).clone()
+        shape = (len(skipped), 1, self.positions.shape[1], self.span)
+        mask = torch.zeros(shape, dtype=dtype, device=self.positions.device)
+        if plan.mask is not None:
+            mask += plan.mask
         for b, slots in enumerate(skipped):
             mask[b, ..., slots.start : slots.stop] = MINUS_INF
         return replace(plan, mask=mask, skipped=skipped)

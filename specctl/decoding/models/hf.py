@@ -195,26 +195,42 @@ class HFModel:
             return ShardedCache(self.layer_devices, *shape, dtype=self.dtype)
         return KVCache(self.num_layers, *shape, dtype=self.dtype, device=self.device)
 
-    def _masks(self, plan: Plan, batch: int) -> Tensor | dict[str, Tensor] | None:
+    def _masks(self, plan: Plan, batch: int, rows: int) -> Tensor | dict[str, Tensor] | None:
         if plan.causal and self.window is None:
             return None  # plain causal attention, which SDPA does without a quadratic mask
-        full, narrow = (
-            one.dense_mask(self.dtype).expand(batch, -1, -1, -1)
-            for one in (plan, plan.with_window(self.window, self.dtype))
-        )
+        full = plan.mask
+        if full is None:
+            slots = torch.arange(plan.span, device=self.device)
+            start = torch.tensor(plan.base, device=self.device).view(-1, 1, 1)
+            allowed = slots.view(1, 1, -1) <= start + torch.arange(rows, device=self.device).view(1, -1, 1)
+            full = torch.zeros(batch, rows, plan.span, dtype=self.dtype, device=self.device)
+            full = full.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
+        full = full.expand(batch, 1, rows, plan.span)
+        if self.window is None:
+            return {"full_attention": full} if self.mixed else full
+        behind = self._slot_positions(plan, batch) <= plan.positions.unsqueeze(-1) - self.window
+        narrow = full.masked_fill(behind.unsqueeze(1), float("-inf"))
         return {"full_attention": full, "sliding_attention": narrow} if self.mixed else narrow
+
+    def _slot_positions(self, plan: Plan, batch: int) -> Tensor:
+        """[B, 1, span] absolute position of each cache slot (a draft node's slot differs from its position)."""
+        slots = torch.arange(plan.span, device=self.device).expand(batch, -1).clone()
+        rows = plan.positions.shape[1]
+        where = torch.tensor(plan.base, device=self.device).unsqueeze(1) + torch.arange(rows, device=self.device)
+        slots.scatter_(1, where, plan.positions.expand(batch, -1))
+        return slots.unsqueeze(1)
 
     def forward(
         self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """Run one forward, like `LeanModel.forward`."""
-        batch = len(tokens)
+        batch, rows = tokens.shape
         plan = plan.masked(self.dtype)
         layers: list[Any] = [_CacheLayer(cache, index, plan) for index in range(self.num_layers)]
         output = self.body(
             input_ids=tokens,
             position_ids=plan.positions.expand(batch, -1).clamp(max=self.last_position),
-            attention_mask=self._masks(plan, batch),
+            attention_mask=self._masks(plan, batch, rows),
             past_key_values=Cache(layers=layers),
             use_cache=True,
             output_hidden_states=bool(taps),
