@@ -186,8 +186,10 @@ def quota(root: Path = ROOT) -> float:
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, place = line.split(":", 2)
         if not controllers or "cpu" in controllers.split(","):
-            top, parts = root / "sys/fs/cgroup" / controllers, place.strip("/").split("/")
-            limits += [_limit(top.joinpath(*parts[:depth])) for depth in range(len(parts) + 1)]
+            parts = place.strip("/").split("/")
+            for top in {controllers, "cpu"} if controllers else {""}:  # the directory can list them in another order
+                group = root / "sys/fs/cgroup" / top
+                limits += [_limit(group.joinpath(*parts[:depth])) for depth in range(len(parts) + 1)]
     return min(limits)
 
 

@@ -104,6 +104,14 @@ def v1(path, quota, period=100000):
         ("0::/../host\n", {"sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3.0),  # outside the visible tree
         ("4:cpu,cpuacct:/slurm/job\n", v1("slurm/job/", -1) | v1("slurm/", 50000, 25000), 2.0),
         ("4:cpu,cpuacct:/docker/abc\n3:cpuset:/x\n", v1("", 100000), 1.0),
+        (  # `cpu` is a link to the directory, which has the controllers in another order
+            "4:cpuacct,cpu:/job\n",
+            {
+                f"sys/fs/cgroup/cpu/job/cpu.cfs_{name}_us": value
+                for name, value in (("quota", "200000"), ("period", "100000"))
+            },
+            2.0,
+        ),
         ("4:cpu,cpuacct:/docker/abc\n0::/\n", v1("", -1), math.inf),
         ("3:cpuset:/x\n", {"sys/fs/cgroup/cpuset/x/cpu.max": "100000 100000\n"}, math.inf),
         ("0::/\n", {"sys/fs/cgroup/cpu.max": "nonsense\n"}, math.inf),

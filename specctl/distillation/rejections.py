@@ -1,13 +1,17 @@
 """Lines without a prompt or a text: collected, written to a file, and counted against the allowed share."""
 
 import json
+import shutil
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from typing import IO
 
 from specctl import progress, regular_files
 from specctl.errors import DataError
 from specctl.runs import PRIVATE
 
 SHOWN_REASONS = 5
+HELD_BYTES = 1 << 20  # rejected lines up to this size are held in memory, more in a temporary file
 EXPECTED = (
     'one JSON object per line: {"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}]} or '
     '{"turns": ["…", "…"]}; or .csv or .parquet with such columns; or .txt with one prompt per line'
@@ -28,8 +32,10 @@ class Rejections:
         self.too_long = 0  # later turns of traces that do not fit the context
         self.reasons: list[str] = []
         self._reported = self._reported_long = 0
-        self._held: list[str] | None = [] if hold else None
-        if path is not None and not hold:
+        self._held: IO[str] | None = None
+        if hold:
+            self._held = SpooledTemporaryFile(HELD_BYTES, "w+", encoding="utf-8")  # noqa: SIM115 (`release` closes it)
+        elif path is not None:
             path.unlink(missing_ok=True)
 
     def add(self, where: str, reason: str, text: str = "") -> None:
@@ -48,7 +54,7 @@ class Rejections:
     def _write(self, where: str, reason: str, text: str) -> None:
         line = json.dumps({"where": where, "reason": reason, "text": text[:200]}) + "\n"
         if self._held is not None:
-            self._held.append(line)
+            self._held.write(line)
         elif self.path is not None:
             with regular_files.open_regular(
                 self.path, "a", encoding="utf-8", follow=False, permissions=PRIVATE
@@ -58,12 +64,15 @@ class Rejections:
     def release(self) -> None:
         """Replace the earlier run's file by the held lines. Does nothing without `hold`."""
         held, self._held = self._held, None
-        if held is None or self.path is None:
+        if held is None:
             return
-        self.path.unlink(missing_ok=True)
-        if held:
-            with regular_files.create_file(self.path, "x", encoding="utf-8", permissions=PRIVATE) as file:
-                file.writelines(held)
+        with held:
+            held.seek(0)
+            if self.path is not None:
+                self.path.unlink(missing_ok=True)
+                if self.count or self.too_long:
+                    with regular_files.create_file(self.path, "x", encoding="utf-8", permissions=PRIVATE) as file:
+                        shutil.copyfileobj(held, file)
 
     @property
     def too_many(self) -> bool:

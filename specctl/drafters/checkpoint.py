@@ -262,7 +262,9 @@ def check_free(place: Path, overwrite: bool, what: str = "drafter", marks: Seque
     """
     if not os.path.lexists(place) or (place.is_dir() and not place.is_symlink() and not any(place.iterdir())):
         return
-    if place.is_symlink() or not any((place / name).is_file() for name in marks):
+    if place.is_symlink():
+        raise UsageError(f"{place} is a link, which would be replaced", hint="give --output-dir the directory itself")
+    if not any((place / name).is_file() for name in marks):
         raise UsageError(f"{place} exists and is not a {what} directory", hint="choose another --output-dir")
     if not overwrite:
         raise UsageError(f"{place} already contains a {what}", hint="--overwrite replaces it")

@@ -59,7 +59,8 @@ def checked_backend(name: str, device: torch.device) -> str:
     """`name`, or "reference" with a warning if that backend fails on `device`."""
     from . import self_check
 
-    with torch.autocast(device.type, enabled=False):  # training runs under it; it would round the reference
+    current = torch.cuda.device(device if device.type == "cuda" else -1)  # Triton launches on the current device
+    with current, torch.autocast(device.type, enabled=False):  # autocast of training would round the reference
         reason = self_check.mismatch(_module(name), device)
     if reason is None:
         return name

@@ -52,7 +52,7 @@ def headings(*fields: str, **own: str) -> dict[str, str]:
     def heading(field: str) -> str:
         if field.endswith("_interval") and field not in own:
             return f"{heading(field.removesuffix('_interval'))}, 95 %"
-        return own.get(field) or HEADINGS.get(field) or field.replace("_", " ")
+        return own.get(field, HEADINGS.get(field, field.replace("_", " ")))
 
     return {field: heading(field) for field in dict.fromkeys((*fields, *own))}
 

@@ -276,6 +276,16 @@ def test_the_doctor_verdict_uses_singular_and_plural(missing, verdict):
     assert doctor._report({"findings": [], "missing": missing}, None).renderables[-1] == verdict
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin.index.json", "model.safetensors.index.json"])
+def test_doctor_reports_missing_files_of_an_index(tmp_path, name):
+    """A download that was interrupted has the index alone."""
+    directory = Path(write_tiny(tmp_path / "llama", "LlamaConfig", SIZES))
+    (directory / "model.safetensors").unlink()
+    (directory / name).write_text(json.dumps({"weight_map": {"a": "part-1.bin"}}))
+    found = doctor.weights(directory)
+    assert found.state == "missing" and "part-1.bin" in found.value
+
+
 @pytest.mark.parametrize("make_other", [lambda file: None, os.mkfifo, os.mkdir], ids=["nothing", "pipe", "directory"])
 def test_doctor_reports_missing_weights(tmp_path, make_other):
     """It used to say ok for a target that cannot be loaded, and to block on a pipe."""
@@ -284,6 +294,8 @@ def test_doctor_reports_missing_weights(tmp_path, make_other):
     make_other(directory / "model.safetensors")
     found = doctor.weights(directory)
     assert found.state == "missing" and str(directory) in found.value + str(found.fix)
+    if make_other is os.mkfifo:
+        assert "a named pipe, not a regular file" in found.value
 
 
 def test_an_error_in_a_chat_template_is_one_line(specctl, tmp_path):

@@ -391,3 +391,10 @@ def test_blocks_are_drafted_in_bf16(in_bf16, prompts, kind, shape):
         for options in ({}, {"drafter": drafter, "taps": drafter.taps})
     )
     assert drafted.output_ids[:4] == plain.output_ids[:4] and len(drafted.output_ids) == len(plain.output_ids)
+
+
+def test_the_order_of_the_weights_stays(target):
+    """A learner saves all weights of a head as one vector in this order."""
+    head = block_head(target)
+    names = [name.removeprefix("layers.0.self_attn.") for name, _ in head.named_parameters() if "layers.0.self" in name]
+    assert names == [f"{part}.weight" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 
 from specctl import kernels
+from specctl.decoding.attention import by_kernel
 from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.models.linear import DraftLinear
-from specctl.decoding.plan import Plan, plan_at, plan_rows
+from specctl.decoding.plan import BITS, Plan, plan_at
 from specctl.decoding.records import ChainRows, DraftTree, Score, first_chain
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -124,15 +124,27 @@ class FeatureDrafter(FeatureLayer, TreeDrafter):
         """
         width = len(frontiers[0])
         base = [cached + step * width for cached in memory.cached]
-        if width == 1:  # all earlier rows are ancestors
-            return plan_rows(base, 1, device=state.device, dtype=state.dtype)
-        visible = torch.zeros(state.batch, width, (step + 1) * width, dtype=torch.bool)
-        for seen, tree, frontier in zip(visible, growing, frontiers, strict=True):
+        positions = torch.tensor([[cached + step] * width for cached in memory.cached], device=state.device)
+        span, reach = max(base) + width, (step + 1) * width
+        if by_kernel(state.device) and reach < BITS:
+            own = step * width
+            bits = [
+                [sum(1 << tree.expanded[a] for a in tree.ancestors(n)) | 1 << own + i for i, n in enumerate(frontier)]
+                for tree, frontier in zip(growing, frontiers, strict=True)
+            ]
+            visible = torch.tensor(bits, device=state.device)
+            ancestry = kernels.Ancestry(torch.tensor(memory.cached, device=state.device), reach, visible)
+            return Plan(base, positions, span, None, False, False, ancestry=ancestry)
+        if width == 1 and len(set(base)) == 1:
+            return Plan(base, positions, base[0] + 1, None, False, True)
+        mask = torch.full((state.batch, 1, width, span), float("-inf"), dtype=state.dtype, device=state.device)
+        for b, (tree, frontier) in enumerate(zip(growing, frontiers, strict=True)):
+            start = memory.cached[b]
+            mask[b, 0, :, :start] = 0
             for place, node in enumerate(frontier):
-                seen[place, [*(tree.expanded[above] for above in tree.ancestors(node)), step * width + place]] = True
-        cached = torch.tensor(memory.cached, device=state.device)
-        plan = plan_at(cached, visible.to(state.device), step, span=max(base) + width, dtype=state.dtype)
-        return replace(plan, base=base, slots=None)
+                seen = [start + tree.expanded[a] for a in tree.ancestors(node)] + [base[b] + place]
+                mask[b, 0, place, seen] = 0
+        return Plan(base, positions, span, mask, False, False)
 
     def on_device(self, state: DecodeState, budget: int) -> FeatureRounds | None:
         """Return the device-side rounds, or None if drafts may end early, because the host decides that."""

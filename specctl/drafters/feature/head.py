@@ -185,12 +185,12 @@ class HeadAttention(nn.Module):
     def __init__(self, config: HeadConfig, width: int, *, bias: bool = False, normed: bool = False):
         super().__init__()
         dim = config.head_dim
-        self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps) if normed else None
-        self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps) if normed else None
         self.q_proj = nn.Linear(width, config.num_heads * dim, bias=bias)
         self.k_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
         self.v_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * dim, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps) if normed else None
+        self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps) if normed else None
 
 
 class HeadMLP(nn.Module):

@@ -351,7 +351,8 @@ class FeatureLayer(FeatureReader):
 
         With `only`, the other rows of the last layer are not computed: indices of its rows, and their plan.
         """
-        batch, every = len(plan.positions), self._masked(cache, plan)
+        batch = len(plan.positions)
+        every = plan if only is not None and self.layers == 1 else self._masked(cache, plan)  # which nothing reads
 
         def attended(place: int, residual: Tensor, pairs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
             cache.write(place, pairs, plan)

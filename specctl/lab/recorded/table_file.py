@@ -179,6 +179,8 @@ def _digest(text: str, rows: list[Recorded]) -> str:
 
 
 def table_of(header: Header, rows: list[Recorded]) -> Table:
+    if missing := {"draft_s", "step_s", "reach"} - header.costs.keys():
+        raise CheckpointError(f"the table has no costs {min(missing)}", hint=AGAIN)
     costs = {name: np.array(values) for name, values in header.costs.items()}
     overheads = Overheads(costs["read"], costs["score"], costs["reach"]) if "read" in costs else None
     return Table(

@@ -25,7 +25,7 @@ DECODING = headings(
 )
 STEPS = headings(
     *("label", "rows", "context", "ours_ms", "transformers_ms", "ratio", "of_one_row"),
-    label="step",
+    label="",
     ours_ms="step ms",
     ratio="transformers / ours",
     weights_ms="reading weights ms",

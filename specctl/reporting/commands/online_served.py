@@ -12,7 +12,9 @@ from specctl.reporting.style import Looks, grey
 from specctl.reporting.tables import headings, usable_value
 
 HEADLINE = headings(
-    *("mat", "mat_first", "mat_last"),
+    "mat",
+    mat_first="mat, first chunk",
+    mat_last="mat, last chunk",
     over_baseline="mat × fixed drafter",
     over_baseline_last="mat × fixed drafter, last chunk",
     published="versions published",
