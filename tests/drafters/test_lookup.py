@@ -1,10 +1,13 @@
 """Prompt lookup agrees with a search of the whole text in every round."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specctl.decoding.sampling import GREEDY
+from specctl.drafters.pool import load_drafter
 from specctl.drafters.text.lookup import Lookup, NGramIndex
+from specctl.recipe import DraftingRecipe
 from tests.toys.decoding import decode
 
 TEXT = st.lists(st.integers(0, 3), max_size=40)
@@ -72,3 +75,15 @@ def test_drafts_in_a_batch_equal_a_search(target, prompts):
         target, repeating, sampling=GREEDY, max_new_tokens=[20, 3, 9, 14, 6, 20], seeds=[0] * 6, drafter=Watched()
     )
     assert sum(one.accepted for one in found) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "longest"),
+    [({"depth": 5}, 5), ({"nodes": 3}, 3), ({"depth": 5, "nodes": 3}, 3), ({"depth": 2, "nodes": 3}, 2)],
+)
+def test_a_chain_has_at_most_depth_and_at_most_nodes_tokens(tiny, options, longest):
+    sizes = []
+    drafter = load_drafter("lookup", tiny, DraftingRecipe(**options))
+    watch = {"on_round": lambda state, draft, verdict: sizes.append(draft.size)}
+    decode(tiny, [[5, 9] * 12], drafter=drafter, sampling=GREEDY, max_new_tokens=24, seeds=[0], **watch)
+    assert max(sizes) == longest
