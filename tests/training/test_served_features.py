@@ -104,7 +104,7 @@ def test_heads_that_read_the_last_state_train_from_either_engine(target, example
 
 @pytest.mark.slow
 def test_served_features_train_the_same_head(distilled, target, engine, tmp_path, monkeypatch):
-    """Bitwise, including `mat`. A run stopped while requesting resumes with the missing texts, from another server."""
+    """Bitwise. A run stopped while requesting resumes with the missing texts, from another server."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     monkeypatch.setattr(features, "SHARD_BYTES", 2**19)
     own = train(distilled, tmp_path / "own", FeatureRecipe(mode="memory"))
@@ -125,7 +125,7 @@ def test_served_features_train_the_same_head(distilled, target, engine, tmp_path
         assert 2 < sum(other.asked.values()) - 2 < count, "what is there is not asked for again"
     assert (engine.asked - before).total() <= 1, "of two at a time one may have been on its way"
     assert kept.items() <= {path: path.stat().st_mtime_ns for path in shards(tmp_path / "features")}.items()
-    assert own[0] == theirs[0] and own[2].choosing_mat == theirs[2].choosing_mat
+    assert own[0] == theirs[0] and own[2].final_loss == theirs[2].final_loss
     assert all(torch.equal(theirs[1][name], tensor) for name, tensor in own[1].items())
 
 
