@@ -33,8 +33,8 @@ SIGNATURE = 512  # bytes of a signature
 BEAT = 15.0  # seconds between two signatures
 PATIENCE = 4  # beats without a change after which the holder counts as dead
 Signature = dict[str, Any]
-"""Holder of a lock: host, pid and time name it, machine is the kernel that it runs on, and beats shows that it lives.
-Empty if the file is unsigned."""
+"""Holder of a lock: its host, pid and start time, the kernel that it runs on (machine), and a count that grows while it
+lives (beats). Empty if the file is unsigned."""
 
 HINT = "wait for that process or stop it, and start again; or use another --output-dir now"
 

@@ -38,7 +38,7 @@ class Backend(Protocol):
         """Whether requests for texts can be answered."""
 
     async def close(self) -> None:
-        """Free what it holds. No request is in flight."""
+        """Free memory and connections. No request is in flight."""
 
 
 def make_app(

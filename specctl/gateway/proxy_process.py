@@ -112,7 +112,7 @@ def running(
 
 
 def _send(process: subprocess.Popen[bytes], message: Any) -> None:
-    """Send an object to the process, unless it has ended."""
+    """Send an object to the process, unless it has ended. Pickles pass only between a process and its own child."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         pickle.dump(message, process.stdin)

@@ -102,7 +102,7 @@ class FeatureDrafter(FeatureLayer, TreeDrafter):
                 for place, node in enumerate(frontier):
                     tree.expanded[node] = step * width + place
                     tree.add(node, gain[place], [self._to_target[i] for i in token[place]])
-        # The logits of a level are those of the first chain's node that was expanded for it, if there is one.
+        # Each level returns the logits after the first chain's node, if that node was expanded.
         chains = [takewhile(tree.expanded.__contains__, first_chain(tree.parents)) for tree in growing]
         rows_of = [
             [b, *(b * width + tree.expanded[node] % width for node in chain)]

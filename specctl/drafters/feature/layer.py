@@ -352,7 +352,8 @@ class FeatureLayer(FeatureReader):
         With `only`, the other rows of the last layer are not computed: indices of its rows, and their plan.
         """
         batch = len(plan.positions)
-        every = plan if only is not None and self.layers == 1 else self._masked(cache, plan)  # which nothing reads
+        # In a single layer no other row attends. Masking all rows of a long prompt would be quadratic.
+        every = plan if only is not None and self.layers == 1 else self._masked(cache, plan)
 
         def attended(place: int, residual: Tensor, pairs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
             cache.write(place, pairs, plan)
