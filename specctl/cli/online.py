@@ -8,7 +8,7 @@ from specctl.cli import checks
 from specctl.cli.command import execute, library_output, recipe_command
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
-from specctl.cli.output import cell, output, table
+from specctl.cli.output import by_domain, cell, output, table
 from specctl.cli.train_drafter import missing_distillations
 from specctl.cli.warm_up import stream_of, warm_up, warm_up_steps, warm_ups
 from specctl.reporting.tables import headings, machine, unusable_notes, with_mark
@@ -110,16 +110,7 @@ def show(document: dict[str, Any]) -> Any:
     rows = document["learners"]
     columns = {name: title for name, title in COLUMNS.items() if any(row[name] is not None for row in rows)}
     parts = [table(*columns.values(), rows=[[_shown(name, with_mark(row, name)) for name in columns] for row in rows])]
-    domains = list(dict.fromkeys(row["domain"] for row in document["per_domain"]))
-    if len(domains) > 1:
-        mats = {(row["algo"], row["domain"]): row["mat"] for row in document["per_domain"]}
-        parts.append(
-            table(
-                "mat in",
-                *domains,
-                rows=[[row["algo"], *(mats.get((row["algo"], domain)) for domain in domains)] for row in rows],
-            )
-        )
+    parts += by_domain("mat in", "mat", document["per_domain"], "algo")
     return Group(
         *parts,
         *map(cell, unusable_notes(document)),

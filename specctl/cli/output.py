@@ -123,6 +123,16 @@ def records(rows: list[dict[str, Any]], columns: dict[str, str]) -> RenderableTy
     return table(*columns.values(), rows=[[with_mark(row, name) for name in columns] for row in rows])
 
 
+def by_domain(title: str, value: str, rows: list[dict[str, Any]], name: str) -> list[RenderableType]:
+    """Return a table of one value: a line per contender (field `name`) and a column per domain. [] for one domain."""
+    domains = list(dict.fromkeys(row["domain"] for row in rows))
+    if len(domains) < 2:
+        return []
+    values = {(row[name], row["domain"]): with_mark(row, value) for row in rows}
+    names = dict.fromkeys(row[name] for row in rows)
+    return [table(title, *domains, rows=[[one, *(values.get((one, domain)) for domain in domains)] for one in names])]
+
+
 def fields(document: dict[str, Any]) -> RenderableType:
     """Return a document as a table of two columns: name and value."""
     from rich.table import Table

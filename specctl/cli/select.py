@@ -10,7 +10,7 @@ from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
-from specctl.cli.output import cell, table
+from specctl.cli.output import by_domain, cell, table
 from specctl.errors import UsageError
 from specctl.reporting.tables import headings, machine, unusable_notes, with_mark
 
@@ -152,6 +152,8 @@ def show(document: dict[str, Any]) -> Any:
         headings.pop("share_of_best_256")  # over whole games; `share_after_256` shows the learned choice
     columns = {name: title for name, title in headings.items() if any(row[name] is not None for row in rows)}
     parts = [table(*columns.values(), rows=[[_shown(name, row) for name in columns] for row in rows])]
+    timed = any(row["speedup"] for row in document["per_domain"])
+    parts += by_domain(*("× plain in", "speedup") if timed else ("mat in", "mat"), document["per_domain"], "drafter")
     if document["oracle_mat"]:
         best = "fastest" if by_speed else "best"
         parts.append(f"oracle, the {best} arm of every {document['reset']}: mat {cell(document['oracle_mat'])}")

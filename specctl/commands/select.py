@@ -162,7 +162,7 @@ def _decoded(
         queries=len(questions),
         sessions=len(stage.stream),
         oracle_mat=stream.oracle_mat,
-        per_domain=[drafter_row(first, domain, records) for domain in recipe.data.domain],
+        per_domain=[drafter_row(name, domain, records) for domain in recipe.data.domain for name in names],
         policies=policies,
         curves={name: {"stopping_regret": stream.regret(name)} for name in recipe.algo} if stream.has_regret else {},
         rewards=stage.rewards(),

@@ -16,10 +16,12 @@ TOP_FIELDS = (
 
 @dataclass(frozen=True)
 class DomainMat:
-    """Replay: mat of the first policy in a domain."""
+    """Replay: a contender's mat in a domain, and its modeled speed relative to plain decoding."""
 
+    drafter: str
     domain: str
     mat: float
+    speedup: float
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,9 @@ def test_headings_match_the_kind_of_result(mode, yardstick, there, absent):
         "intervals_over": "2 seeds × 3 queries",
         "speeds": "measured" if mode == "live" else "modeled",
         "pulls": {},
+        "per_domain": [
+            {"drafter": "hedgespec", "domain": name, "mat": 2.0, "speedup": 1.25} for name in ("sql", "chat")
+        ],
         "at_least": "holds at every moment",
     }
     document |= {"algo": "hedgespec", "run_dir": "run", "machine": {"cores": 2, "threads": 1, "others_busy": 0.5}}
@@ -86,6 +89,8 @@ def test_headings_match_the_kind_of_result(mode, yardstick, there, absent):
     shown = console.file.getvalue()
     assert all(text in shown for text in there) and not any(text in shown for text in absent)
     assert "2 seeds × 3 queries" in shown and "holds at every moment" in shown and "90.0 % (85.0 … 95.0)" in shown
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["×", "plain", "in", "sql", "chat"] in lines and ["hedgespec", "1.25", "1.25"] in lines
 
 
 def test_select_and_report_run_end_to_end(specctl, tmp_path):

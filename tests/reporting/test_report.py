@@ -135,7 +135,7 @@ def test_the_report_of_a_selection(select_run, weights):
     told = dict(zip(head, first, strict=True))
     assert told["95 %, high"] == "3.0"
     assert (told["reset"], told["seeds"], told["table, sha256"]) == ("query", "3", "ab12"), "a table that stands alone"
-    assert read_csv(result, "select-domains.csv") == [["policy", "domain", "mat"], ["hedge", "sql", "2.0"]]
+    assert read_csv(result, "select-domains.csv") == [["contender", "domain", "mat"], ["hedge", "sql", "2.0"]]
 
 
 def test_a_selection_without_optional_results(make_run):

@@ -9,9 +9,9 @@ from specctl.errors import DataError
 from specctl.lab.recorded.hindsight import Hindsight, games, round_starts, token_losses
 from specctl.lab.recorded.regret import (
     bootstrap_ratio,
+    by_domain,
     late_share,
     loss_regret,
-    mat_by_domain,
     mean_curve,
     row,
     stopping_regret,
@@ -92,9 +92,14 @@ def test_every_policy_replays_a_pool_of_one_arm_with_drafts_of_one_token(name):
     assert (played(name, table).rounds == table.rounds[:, 0]).all()
 
 
-def test_tokens_per_round_are_given_by_domain():
+def test_tokens_per_round_and_speed_are_given_by_domain():
     hand = Hindsight(table_of([scripted(BY_HAND, "b"), scripted(BY_HAND, "a"), scripted([[0] * 7] * 2, "b")]))
-    assert mat_by_domain([played("fixed", hand)], hand) == {"b": pytest.approx(14 / 11), "a": pytest.approx(7 / 4)}
+    alone = played("fixed", hand)
+    (b, a), plain_s = by_domain("first", [alone], hand), float(hand.table.step_s[0])
+    assert (b.drafter, b.domain, b.mat) == ("first", "b", pytest.approx(14 / 11))
+    assert (a.domain, a.mat) == ("a", pytest.approx(7 / 4))
+    assert b.speedup == pytest.approx(14 * plain_s / alone.seconds[[0, 2]].sum())
+    assert a.speedup == pytest.approx(7 * plain_s / alone.seconds[1])
 
 
 def test_draft_all_pays_for_all_drafts_and_rows():

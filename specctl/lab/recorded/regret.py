@@ -9,6 +9,7 @@ from specctl.lab.recorded.hindsight import Hindsight, Ints, PlayedGame
 from specctl.lab.recorded.replay import Replay
 from specctl.measuring.measured import Measured, columns
 from specctl.measuring.policy_rows import LONG_GAME_TOKENS, PolicyRow
+from specctl.measuring.select_result import DomainMat
 from specctl.selection.game.rules import Rules
 from specctl.selection.policies.policy import Array
 
@@ -87,13 +88,21 @@ def _ratio(top: Array, bottom: Array) -> Measured:
     return Measured(float(top.sum() / bottom.sum()), bootstrap_ratio(top, bottom))
 
 
-def mat_by_domain(replays: Sequence[Replay], hindsight: Hindsight) -> dict[str, float]:
-    """Tokens ÷ rounds over the traces of each domain, in the order of the stream, all seeds together."""
+def by_domain(name: str, replays: Sequence[Replay], hindsight: Hindsight) -> list[DomainMat]:
+    """A contender's rows for the domains of the stream, in their order, all seeds together."""
     domains: dict[str, list[int]] = {}
     for index, trace in enumerate(hindsight.table.traces):
         domains.setdefault(trace.domain, []).append(index)
-    tokens, rounds = len(replays) * hindsight.tokens, np.sum([run.rounds for run in replays], axis=0)
-    return {name: float(tokens[of].sum() / rounds[of].sum()) for name, of in domains.items() if rounds[of].any()}
+    tokens = len(replays) * hindsight.tokens
+    rounds, seconds = (np.sum([getattr(run, field) for run in replays], axis=0) for field in ("rounds", "seconds"))
+    plain_s = tokens * hindsight.table.step_s[0]
+    return [
+        DomainMat(
+            name, domain, float(tokens[of].sum() / rounds[of].sum()), float(plain_s[of].sum() / seconds[of].sum())
+        )
+        for domain, of in domains.items()
+        if rounds[of].any()
+    ]
 
 
 def stopping_regret(played: PlayedGame, hindsight: Hindsight) -> Ints:

@@ -18,7 +18,7 @@ from specctl.lab.recorded.table_file import read_table
 from specctl.lab.recorded.trace import Table, of_arms
 from specctl.lab.replay.recipe import ReplayRecipe
 from specctl.measuring.lossless import Losslessness
-from specctl.measuring.select_result import DomainMat, PoolSize, SelectResult, top_fields
+from specctl.measuring.select_result import PoolSize, SelectResult, top_fields
 from specctl.runs import Run
 from specctl.selection.arms import PLAIN, chosen_names
 from specctl.selection.certificate import certified, explanation
@@ -71,7 +71,11 @@ def replay_table(recipe: ReplayRecipe) -> SelectResult:
         queries=times * len(table.traces),
         sessions=len(hindsight.games(table.traces, "session", recipe.session)),
         oracle_mat=rows["oracle"].mat,
-        per_domain=[DomainMat(*one) for one in regret.mat_by_domain(played[shown.algo], yardstick).items()],
+        per_domain=[
+            row
+            for name, runs in {**played, **fixed, **others}.items()
+            for row in regret.by_domain(name, runs, yardstick)
+        ],
         policies=list(rows.values()),
         curves={name: _curves(recipe, name, replays, yardstick) for name, replays in played.items()},
         rewards=[],

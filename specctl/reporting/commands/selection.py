@@ -208,8 +208,12 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[ReportT
     ]
     summary = [{**run.result, "label": _algo(run)} for run in runs if run.result]
     tables.insert(0, records("select", "Selection", summary, SUMMARY))
-    domains = [{"label": _algo(run), **row} for run in runs for row in _per_domain(run)]
-    columns = {name: name for row in domains for name in row} | {"label": "policy"}
+    domains = [
+        {"label": run.named(row["drafter"]) if "drafter" in row else _algo(run), **row}
+        for run in runs
+        for row in _per_domain(run)
+    ]
+    columns = {name: name for row in domains for name in row if name != "drafter"} | {"label": "contender"}
     tables.append(records("domains", "Domains", domains, columns))
     for run, rounds in zip(runs, played, strict=True):
         name = f"pulls-{run.number}" if run.number else "pulls"
