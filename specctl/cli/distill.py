@@ -66,7 +66,7 @@ def steps(recipe: DistillRecipe) -> list[str]:
             f"read the responses in {recipe.log}, and render them with the chat template of {recipe.target.name}",
             *prompt_filters(recipe),
             *response_filters(recipe),
-            f"write {recipe.format} shards to {recipe.output}",
+            f"write shards to {recipe.output}",
         ]
     origin = f"from {data.prompts}" if data.prompts else f"(source: {data.source})"
     number = f"up to {data.limit}" if data.limit else "all"
@@ -77,7 +77,7 @@ def steps(recipe: DistillRecipe) -> list[str]:
         f"generate {counted(recipe.samples_per_prompt, 'response')} per prompt, up to "
         f"{recipe.sampling.max_new_tokens} tokens each, at temperatures {', '.join(map(str, recipe.temperatures))}",
         *response_filters(recipe),
-        f"write {recipe.format} shards to {recipe.output}",
+        f"write shards to {recipe.output}",
     ]
 
 

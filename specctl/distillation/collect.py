@@ -42,7 +42,7 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
         ShardWriter(
             output,
             {"domain": domain, "target": target.identity, "chat_template_kwargs": layout, "log": True},
-            ShardLayout(size=recipe.shard_size, format=recipe.format, private=True),
+            ShardLayout(size=recipe.shard_size, private=True),
             resume=recipe.resume,
             overwrite=recipe.overwrite,
         ) as store,

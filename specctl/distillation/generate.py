@@ -89,7 +89,7 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None) ->
         with ShardWriter(
             output,
             settings(recipe, domain, text, client),
-            ShardLayout(writer, recipe.shard_size, recipe.format),
+            ShardLayout(writer, recipe.shard_size),
             resume=recipe.resume,
             overwrite=recipe.overwrite,
         ) as store:

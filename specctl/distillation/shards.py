@@ -2,7 +2,6 @@
 
     meta.json                      domain, target, sampling: everything that all responses have in common
     shard-<i>of<n>-<k>.jsonl       one response per line; a writer may still append to its last shard
-    shard-<i>of<n>-<k>.parquet     a finished shard with `format=parquet`
     manifest-<i>of<n>.json         the finished shards of writer i of n, with their SHA-256
     filtered-<i>of<n>.jsonl        responses that writer i of n dropped or cut, by id, with the reason
     card.json                      the data card of the directory
@@ -11,15 +10,13 @@
 Every writer has a separate manifest, so the jobs of an array share a directory without sharing a file.
 """
 
-import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from specctl import regular_files
-from specctl.distillation.messages import text_of
-from specctl.errors import DataError, one_line
+from specctl.errors import DataError
 from specctl.runs import sha256
 
 Record = dict[str, Any]
@@ -38,12 +35,8 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "stop": str,
     "target": str,
 }
-WHOLE = "messages_json"  # the messages of a record, if they have more than a role and a text
-JSON_FIELDS = ("tools", "chat_template_kwargs", WHOLE)
-"""Fields that only some records have; in Parquet they are strings of JSON."""
-ROW_GROUP = 512
 REPAIR = "delete that file and run `specctl distill --resume`: only its responses are generated again"
-_NAME = re.compile(r"(?:shard|manifest|writer|filtered)-(\d+)of(\d+)(?:-\d+)?\.(?:jsonl|parquet|json|lock)")
+_NAME = re.compile(r"(?:shard|manifest|writer|filtered)-(\d+)of(\d+)(?:-\d+)?\.(?:jsonl|json|lock)")
 
 
 def writer_of(path: Path) -> Writer | None:
@@ -108,10 +101,6 @@ def verify(directory: Path, entry: dict[str, Any]) -> Path:
 
 def records(path: Path) -> Iterator[Record]:
     """Records of one shard. A torn last line is left out: a writer crashed, or is writing now."""
-    return _from_parquet(path) if path.suffix == ".parquet" else _from_jsonl(path)
-
-
-def _from_jsonl(path: Path) -> Iterator[Record]:
     with regular_files.open_regular(path) as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -134,51 +123,3 @@ def _checked(record: Any) -> Record:
     if not record["prompt_ids"]:
         raise ValueError("`prompt_ids` is empty")
     return record
-
-
-def _from_parquet(path: Path) -> Iterator[Record]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        regular_files.check(path)
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=ROW_GROUP):
-            yield from map(_checked, map(_nested, batch.to_pylist()))
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path} is damaged: {one_line(error)}", hint=REPAIR) from error
-
-
-def _flat(record: Record) -> Record:
-    """A record for Parquet. Tools and arguments of calls have no common type, so they are strings of JSON."""
-    messages = [{"role": one["role"], "content": text_of(one)} for one in record["messages"]]
-    more = record if messages == record["messages"] else record | {WHOLE: record["messages"]}
-    return record | {name: json.dumps(more[name]) for name in JSON_FIELDS if name in more} | {"messages": messages}
-
-
-def _nested(flat: Record) -> Record:
-    """The record that `_flat` was given. ValueError if its JSON is damaged."""
-    record = {name: value for name, value in flat.items() if name not in JSON_FIELDS}
-    record |= {name: json.loads(flat[name]) for name in JSON_FIELDS if flat.get(name) is not None}
-    whole = record.pop(WHOLE, None)
-    return record if whole is None else record | {"messages": whole}
-
-
-def to_parquet(rows: Iterable[Record], file: IO[bytes]) -> None:
-    """Write records as Parquet, one row group at a time."""
-    import pyarrow
-    import pyarrow.parquet
-
-    text, ids = pyarrow.string(), pyarrow.list_(pyarrow.int32())
-    message = pyarrow.struct([("role", text), ("content", text)])
-    types = {"messages": pyarrow.list_(message), "prompt_ids": ids, "response_ids": ids}
-    types |= {"temperature": pyarrow.float64(), "seed": pyarrow.int64()}
-    schema = pyarrow.schema([(name, types.get(name, text)) for name in (*FIELDS, *JSON_FIELDS)])
-    with pyarrow.parquet.ParquetWriter(file, schema) as writer:
-        group: list[Record] = []
-        for row in rows:
-            group.append(_flat(row))
-            if len(group) == ROW_GROUP:
-                writer.write_table(pyarrow.Table.from_pylist(group, schema))
-                group = []
-        if group:
-            writer.write_table(pyarrow.Table.from_pylist(group, schema))

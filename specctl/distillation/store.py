@@ -94,13 +94,11 @@ class ShardLayout:
     Attributes:
         writer: (i, n): this is writer i of n.
         size: responses per shard.
-        format: jsonl or parquet.
         private: only the owner can read the shards, and the directory if it is created: for logs of requests.
     """
 
     writer: Writer = (0, 1)
     size: int = 1000
-    format: str = "jsonl"
     private: bool = False
 
 
@@ -125,7 +123,7 @@ class ShardWriter:
         overwrite: bool = False,
     ):
         self._permissions = PRIVATE if layout.private else 0o666
-        self.dir, self.writer, self.shard_size, self.format = Path(directory), layout.writer, layout.size, layout.format
+        self.dir, self.writer, self.shard_size = Path(directory), layout.writer, layout.size
         writer = layout.writer
         make_dir(self.dir, PRIVATE_DIRECTORY if layout.private else 0o777)
         self._lock = Lock(self.dir / f"writer-{writer[0]}of{writer[1]}.lock", hint=BUSY)
@@ -134,7 +132,7 @@ class ShardWriter:
         self._file: IO[bytes] | None = None
         try:
             remove_leftovers(self.dir, shards.manifest_path(self.dir, writer).name)
-            wanted = json.loads(json.dumps({"version": 1, "format": layout.format, **meta}, default=str))
+            wanted = json.loads(json.dumps({"version": 1, "format": "jsonl", **meta}, default=str))
             self._check_existing(wanted, resume, overwrite)
             self._write_meta(wanted)
             self._open()
@@ -224,13 +222,9 @@ class ShardWriter:
         """Find the responses that are done, repair the damage of a crash, and continue the open shard."""
         self._manifest = self._verified_manifest()
         sealed = {entry["file"] for entry in self._manifest["shards"]}
-        stems = {Path(name).stem for name in sealed}
-        for path in self._own_shards():
-            if path.stem in stems and path.name not in sealed:
-                path.unlink()  # a crash came between sealing as Parquet and deleting the original
-        unsealed = sorted({path.stem for path in self._own_shards()} - stems)
-        for stem in unsealed:
-            self._take_over_shard(self.dir / f"{stem}.jsonl", last=stem == unsealed[-1])
+        unsealed = [path for path in self._own_shards() if path.name not in sealed]
+        for path in unsealed:
+            self._take_over_shard(path, last=path == unsealed[-1])
         relevant = [*self._own_shards(), *_of_other_splits(shards.files(self.dir, "shard"), self.writer)]
         self.done: dict[str, int] = {
             record["id"]: len(record["response_ids"]) for path in relevant for record in shards.records(path)
@@ -252,18 +246,13 @@ class ShardWriter:
 
     def _take_over_shard(self, path: Path, last: bool) -> None:
         """Continue or seal a shard that no manifest lists; a torn last line is dropped."""
-        sealed = path.with_suffix(".parquet")
-        if path.exists():
-            sealed.unlink(missing_ok=True)
-            drop_torn_line(path)
-        else:
-            path = sealed
+        drop_torn_line(path)
         rows = [len(record["response_ids"]) for record in shards.records(path)]
         if not rows:
             path.unlink()
             return
         self._path, self._rows = path, rows
-        if path == sealed or not last or len(rows) >= self.shard_size:
+        if not last or len(rows) >= self.shard_size:
             self._seal()
 
     def _write(self, data: bytes) -> None:
@@ -288,24 +277,14 @@ class ShardWriter:
         return self.dir / f"shard-{self.writer[0]}of{self.writer[1]}-{last + 1:05d}.jsonl"
 
     def _seal(self) -> None:
-        """Finish the open shard: convert to Parquet if asked, list the checksum in the manifest, then delete the
-        original."""
+        """Finish the open shard: list its checksum in the manifest."""
         if self._file is not None:
             self._file.close()
             self._file = None
         assert self._path is not None
-        original = sealed = self._path
-        if self.format == "parquet" and original.suffix == ".jsonl":
-            sealed = original.with_suffix(".parquet")
-            aside = original.with_name(f".{original.stem}.tmp")
-            with regular_files.create_file(aside, permissions=self._permissions) as file:
-                shards.to_parquet(shards.records(original), file)
-            os.replace(aside, sealed)
-        entry = {"file": sealed.name, "records": len(self._rows), "tokens": sum(self._rows), "sha256": sha256(sealed)}
-        self._manifest["shards"].append(entry)
+        counts = {"records": len(self._rows), "tokens": sum(self._rows)}
+        self._manifest["shards"].append({"file": self._path.name, **counts, "sha256": sha256(self._path)})
         self._write_manifest()
-        if sealed != original:
-            original.unlink()
         self._path, self._rows = None, []
 
     def _write_manifest(self) -> None:
@@ -327,6 +306,10 @@ def _meta(directory: Path) -> dict[str, Any]:
 
 def _readable(directory: str | Path) -> Path:
     directory = Path(directory)
+    if next(directory.glob("shard-*.parquet"), None):
+        raise DataError(
+            f"{directory} has shards in Parquet, which are no longer read", hint="distil again as JSON lines"
+        )
     if not exists(directory):
         raise DataError(
             f"no distilled data in {directory}", hint=f"create it with `specctl distill --output-dir {directory}`"
@@ -342,13 +325,10 @@ def _verified(directory: Path) -> Iterator[Path]:
 
 
 def _unsealed(directory: Path) -> list[Path]:
-    """Shards that no manifest lists, since they are being written. A shard in two formats, left by a crash, counts
-    once."""
+    """Shards that no manifest lists, since they are being written."""
     entries = [entry for path in shards.files(directory, "manifest") for entry in shards.load_manifest(path)["shards"]]
-    sealed = {Path(entry["file"]).stem for entry in entries}
-    return list(
-        {path.stem: path for path in reversed(shards.files(directory, "shard")) if path.stem not in sealed}.values()
-    )[::-1]
+    sealed = {entry["file"] for entry in entries}
+    return [path for path in shards.files(directory, "shard") if path.name not in sealed]
 
 
 def drop_torn_line(path: Path) -> None:

@@ -67,6 +67,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "filters.near_prompts": (0.95, "prompts are compared with `exclude` alone: leave it out"),
     "filters.near_responses": (None, "responses are not compared: leave it out"),
     "warm_start": (False, "a router plays in the policy `router` alone: leave it out"),
+    "format": ("jsonl", "shards are JSON lines, which `datasets` and engines read: leave it out"),
     "router.weight": (8, "no policy starts from a router's opinion: leave it out"),
 }
 """Keys of earlier recipes: the default, which recipe files may still name, and what to do instead of another value."""

@@ -46,7 +46,6 @@ class DistillRecipe(WriterRecipe):
     batch_size: PositiveInt = 64
     shard: Annotated[str, Field(pattern=r"^\d+/[1-9]\d*$")] = "0/1"  # this job's part of the prompts: i/n
     shard_size: PositiveInt = 1000  # responses per file
-    format: Literal["jsonl", "parquet"] = "jsonl"
     max_response_tokens: PositiveInt | None = None  # stop after this many tokens in total
     log: Name | None = None  # JSONL file with existing responses ("-" = stdin), used instead of new ones
     exclude: LocalPath | None = None  # JSONL file with prompts to leave out, such as a test set

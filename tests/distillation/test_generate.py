@@ -94,7 +94,7 @@ def test_result_and_records_agree(questions, tmp_path):
 
 def test_texts_do_not_depend_on_batches_or_shards(questions, tmp_path):
     go(questions, tmp_path / "a", batch_size=1, samples_per_prompt=3)
-    go(questions, tmp_path / "b", batch_size=17, samples_per_prompt=3, format="parquet")
+    go(questions, tmp_path / "b", batch_size=17, samples_per_prompt=3)
     parts = [go(questions, tmp_path / "c", shard=f"{i}/3", samples_per_prompt=3) for i in range(3)]
     assert by_id(tmp_path / "a") == by_id(tmp_path / "b") == by_id(tmp_path / "c")
     assert sum(part.responses for part in parts) == 150 and all(part.prompts for part in parts)
@@ -185,7 +185,7 @@ def test_a_budget_ends_at_the_same_response_after_any_torn_write(questions, tmp_
 
 
 def test_repeated_kills_end_with_the_undisturbed_result(questions, tmp_path):
-    go(questions, tmp_path / "whole", format="parquet")
+    go(questions, tmp_path / "whole")
     context, moments = multiprocessing.get_context("fork"), random.Random(1)
 
     def doomed(calls):
@@ -196,7 +196,7 @@ def test_repeated_kills_end_with_the_undisturbed_result(questions, tmp_path):
                 yield one
 
         generate.stream = stream
-        go(questions, tmp_path / "out", format="parquet", resume=True)
+        go(questions, tmp_path / "out", resume=True)
 
     deaths = 0
     for _ in range(8):
@@ -205,7 +205,7 @@ def test_repeated_kills_end_with_the_undisturbed_result(questions, tmp_path):
         process.join()
         deaths += process.exitcode == -signal.SIGKILL
     assert deaths >= 4
-    result = go(questions, tmp_path / "out", format="parquet", resume=True)
+    result = go(questions, tmp_path / "out", resume=True)
     assert by_id(tmp_path / "out") == by_id(tmp_path / "whole")
     assert result.responses == 50
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import time
 
-import pyarrow.parquet  # here, so that forked writers need not import it again
 import pytest
 
 from specctl import lock
@@ -18,7 +17,6 @@ from specctl.distillation.store import ShardLayout, ShardWriter
 from specctl.errors import DataError, SpecctlError, UsageError
 
 META = {"domain": "sql", "target": {"name": "builtin", "hidden_size": 256}, "sampling": {"seed": 0}}
-FORMATS = ["jsonl", "parquet"]
 
 
 def row(i: int) -> shards.Record:
@@ -62,9 +60,8 @@ def by_id(directory) -> list[shards.Record]:
     return sorted(store.read(directory), key=lambda record: record["id"])
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_records_survive_writing_and_reading(tmp_path, format):
-    fill(tmp_path, format=format)
+def test_records_survive_writing_and_reading(tmp_path):
+    fill(tmp_path)
     assert list(store.read(tmp_path)) == ROWS
     found = store.summary(tmp_path)
     assert (found.responses, found.shards, found.complete) == (40, 7, True)
@@ -87,23 +84,20 @@ def test_a_shard_replaced_by_a_link_is_not_written(tmp_path):
     assert victim.read_bytes() == before
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_datasets_can_read_the_shards(tmp_path, format):
+def test_datasets_can_read_the_shards(tmp_path):
     from datasets import load_dataset
 
-    fill(tmp_path, format=format)
-    files = sorted(map(str, tmp_path.glob(f"*.{format}")))
-    kind = {"jsonl": "json", "parquet": "parquet"}[format]
-    table = load_dataset(kind, data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    fill(tmp_path)
+    files = sorted(map(str, tmp_path.glob("*.jsonl")))
+    table = load_dataset("json", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
     assert table.num_rows == 40
     assert [{name: record[name] for name in shards.FIELDS} for record in table] == ROWS
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_kills_lose_and_repeat_nothing(tmp_path, format):
+def test_kills_lose_and_repeat_nothing(tmp_path):
     """Writers are killed at random moments, then one finishes."""
     rows, delays, context = [row(i) for i in range(150)], random.Random(0), multiprocessing.get_context("fork")
-    options = {"rows": rows, "batch": 2, "format": format, "resume": True}
+    options = {"rows": rows, "batch": 2, "resume": True}
     started = time.perf_counter()
     fill(tmp_path / "undisturbed", **options)
     undisturbed = time.perf_counter() - started
@@ -121,7 +115,6 @@ def test_kills_lose_and_repeat_nothing(tmp_path, format):
             fill(directory, **options)
             assert by_id(directory) == rows
             assert store.summary(directory).complete
-            assert {path.suffix for path in shards.files(directory, "shard")} == {f".{format}"}
     assert killed  # negative control; the number of kills depends on the machine
 
 
@@ -140,45 +133,29 @@ def test_an_open_shard_torn_at_any_byte_is_resumed(tmp_path):
             file.unlink()
 
 
-def test_a_kill_between_parquet_and_manifest_keeps_one_copy(tmp_path):
-    """The original is deleted last, so every order of events leaves one valid copy."""
-    fill(tmp_path / "a", ROWS[:6], format="parquet")
-    leave_open(tmp_path / "b", ROWS[:5])
-    original = tmp_path / "a" / "shard-0of1-00000.jsonl"
-    original.write_text("".join(json.dumps(record) + "\n" for record in ROWS[:6]))
-    assert list(store.read(tmp_path / "a")) == ROWS[:6]  # sealed, original not yet deleted
-    (tmp_path / "a" / "manifest-0of1.json").unlink()
-    assert list(store.read(tmp_path / "a")) == ROWS[:6]  # Parquet written, not yet in the manifest
-    fill(tmp_path / "a", ROWS[:9], format="parquet", resume=True)
-    assert by_id(tmp_path / "a") == ROWS[:9]
-    assert not original.exists()
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_lost_manifest_is_rebuilt(tmp_path, format):
-    fill(tmp_path, format=format)
+def test_a_lost_manifest_is_rebuilt(tmp_path):
+    fill(tmp_path)
     (tmp_path / "manifest-0of1.json").unlink()
-    fill(tmp_path, format=format, resume=True)
+    fill(tmp_path, resume=True)
     assert by_id(tmp_path) == ROWS and store.summary(tmp_path).complete
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("damage", ["flip", "truncate", "append"])
-def test_a_damaged_sealed_shard_is_named_and_can_be_regenerated(tmp_path, format, damage):
-    fill(tmp_path, format=format)
+def test_a_damaged_sealed_shard_is_named_and_can_be_regenerated(tmp_path, damage):
+    fill(tmp_path)
     path = shards.files(tmp_path, "shard")[2]
     content = bytearray(path.read_bytes())
     if damage == "flip":
         content[len(content) // 2] ^= 1
     path.write_bytes(content[:-5] if damage == "truncate" else content + b"x" * (damage == "append"))
-    for attempt in (lambda: list(store.read(tmp_path)), lambda: fill(tmp_path, format=format, resume=True)):
+    for attempt in (lambda: list(store.read(tmp_path)), lambda: fill(tmp_path, resume=True)):
         with pytest.raises(DataError, match=path.name) as caught:
             attempt()
         assert "--resume" in caught.value.hint
     path.unlink()
     with pytest.raises(DataError, match=f"{path.name} is missing"):
         list(store.read(tmp_path))
-    fill(tmp_path, format=format, resume=True)
+    fill(tmp_path, resume=True)
     assert by_id(tmp_path) == ROWS
 
 
@@ -191,12 +168,12 @@ def test_values_that_are_not_tokens_are_named(tmp_path, name, ids):
         list(store.read(tmp_path))
 
 
-@pytest.mark.parametrize("rows", [[{"a": 1}], [{**ROWS[0], "response_ids": ["a"]}], [{**ROWS[0], "prompt_ids": []}]])
-def test_foreign_parquet_files_are_named(tmp_path, rows):
-    path = tmp_path / "shard-0of1-00000.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    with pytest.raises(DataError, match=str(path)):
-        list(store.read(tmp_path))
+def test_shards_in_parquet_are_refused_by_name(tmp_path):
+    """Earlier versions wrote them with `format=parquet`."""
+    (tmp_path / "shard-0of1-00000.parquet").write_bytes(b"PAR1")
+    for read in (store.read, store.summary):
+        with pytest.raises(DataError, match=f"{tmp_path} has shards in Parquet"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("line", [b"{}", b"[]", b"nonsense", b'{"id": 3}', b"\xff"])
@@ -254,8 +231,6 @@ def test_other_settings_are_refused_by_name(tmp_path):
         ShardWriter(tmp_path, other, resume=True)
     assert "target.hidden_size was 256 and is 512 now" in caught.value.message
     assert "extra was null and is 1 now" in caught.value.message
-    with pytest.raises(DataError, match="format"):
-        ShardWriter(tmp_path, META, ShardLayout(format="parquet"), resume=True)
     fill(tmp_path, resume=True)  # the refusals left no lock and no damage
     assert by_id(tmp_path) == ROWS
     with ShardWriter(tmp_path, other, overwrite=True):

@@ -270,9 +270,7 @@ def test_broken_traces_are_rejected_with_place_and_reason(text, tmp_path, count)
         rejected.unlink()
 
 
-@pytest.mark.parametrize("format", ["jsonl", "parquet"])
-def test_stored_records_keep_tools_and_calls(go, tmp_path, format):
-    """Parquet used to keep two columns of a message, without thinking."""
+def test_stored_records_keep_tools_and_calls(go, tmp_path):
     rows = [layout(seed) for seed, layout in enumerate((openai, parts, openai))]
     thoughts = {"role": "assistant", "content": "5", "reasoning_content": "2 + 3"}
     later = {"role": "user", "content": "And?"}
@@ -281,14 +279,14 @@ def test_stored_records_keep_tools_and_calls(go, tmp_path, format):
     )
     rows[-1]["messages"][1]["content"] = "5"
     rows[-1] |= {"chat_template_kwargs": {"mode": {"deep": [1, None]}}}
-    go(rows[:3], format=format)
+    go(rows[:3])
     kept = {row["id"]: row for row in store.read(tmp_path / "out")}
     turns = [turn for row in rows[:3] for turn in logs.turns(row)]
     assert {turn.id for turn in turns} == kept.keys()
     for turn in turns:
         assert kept[turn.id]["messages"] == turn.messages and kept[turn.id]["tools"] == turn.tools
     chat = logs.turns(rows[-1])[-1]
-    go(rows[-1:], "chat", format=format, data={"max_rejected": 1.0})
+    go(rows[-1:], "chat", data={"max_rejected": 1.0})
     (row,) = [row for row in store.read(tmp_path / "chat") if row["id"] == chat.id]
     assert row["messages"] == chat.messages and row["messages"][1]["reasoning_content"] == "2 + 3"
     assert row["chat_template_kwargs"] == {"mode": {"deep": [1, None]}}
