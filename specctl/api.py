@@ -129,7 +129,7 @@ def reason(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -
 
 
 def bench(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> BenchResult:
-    """Time kernels, target steps and batches against their baselines."""
+    """Time target steps, rounds and batches against their baselines."""
     return _result("bench", recipe, overrides)
 
 

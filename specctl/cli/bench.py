@@ -1,4 +1,4 @@
-"""`specctl bench`: time kernels, target steps and batches against their baselines on this machine."""
+"""`specctl bench`: time target steps, rounds and batches against their baselines on this machine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ FLAGS = (
     *("parts", "shape", "drafters", "batches", "domain", "prompts", "limit", *TARGET, *SAMPLING),
     *("output_dir", "overwrite"),
 )
-KERNELS = headings(
-    *("kernel", "size", "ours_ms", "eager_ms", "ratio", "floor_ms", "share_of_floor", "graphs"),
-    ratio="eager / ours",
-    memory="of its memory",
-)
 STEPS = headings(
     *("rows", "ours_ms", "transformers_ms", "ratio", "of_one_row"),
     ours_ms="step ms",
@@ -38,21 +33,11 @@ DECODING = headings(
     *("speedup_transformers", "graphs"),
     draft_length="draft",
 )
-FLOORS = headings(
-    *("gpu", "gpus", "batch", "context", "weights_ms", "kv_ms", "plain_ms", "tokens_per_s", "rows", "rows_ms"),
-    gpu="GPU",
-    gpus="GPUs",
-    kv_ms="keys, values ms",
-    plain_ms="plain step ms ≥",
-    tokens_per_s="tokens/s ≤",
-    rows_ms="their step ms ≥",
-    of_plain="× plain step",
-)
 
 
 @recipe_command("bench", FLAGS, "specctl bench --parts steps,decoding --drafter drafters/sql-eagle3")
 def bench(recipe: BenchRecipe, dry_run: bool) -> None:
-    """Time kernels, target steps and batched decoding against their baselines and floors, on this machine."""
+    """Time target steps, rounds and batched decoding against their baselines, on this machine."""
     checks.check_drafters(recipe.drafters, recipe.drafting)
     checks.check_data(recipe.data)
     checks.check_run_dir("bench", recipe)
@@ -62,14 +47,9 @@ def bench(recipe: BenchRecipe, dry_run: bool) -> None:
 def steps(recipe: BenchRecipe) -> list[str]:
     from specctl.measuring.bench import shapes
 
-    plans = []
-    if "kernels" in recipe.parts:
-        plans.append(f"time kernels at batch sizes {recipe.batches} and vocabulary sizes {recipe.vocabularies}")
-    if {"steps", "rounds", "decoding"} & {*recipe.parts}:
-        shapes.check_memory(recipe)
-        drafters = recipe.drafters if {"rounds", "decoding"} & {*recipe.parts} else []
-        target = f"random weights: {recipe.shape}" if recipe.shape else checks.check_target(recipe.target, drafters)
-        plans.append(target)
+    shapes.check_memory(recipe)
+    drafters = recipe.drafters if {"rounds", "decoding"} & {*recipe.parts} else []
+    plans = [f"random weights: {recipe.shape}" if recipe.shape else checks.check_target(recipe.target, drafters)]
     if "steps" in recipe.parts:
         plans.append(f"time target steps of specctl and of transformers after {recipe.context} tokens of context")
     if "rounds" in recipe.parts:
@@ -80,10 +60,6 @@ def steps(recipe: BenchRecipe) -> list[str]:
         names = ", ".join(recipe.drafters) or "no drafter"
         theirs = "with `transformers`, " if recipe.shape is None else ""
         plans.append(f"decode {recipe.limit} prompts at batch sizes {recipe.batches}: plain, {theirs}with {names}")
-    if "floors" in recipe.parts:
-        if recipe.shape is None:
-            checks.check_target(recipe.target)
-        plans.append(f"compute the minimum time of a step at batch sizes {recipe.batches} on {', '.join(recipe.gpus)}")
     return plans
 
 
@@ -93,13 +69,7 @@ def show(document: dict[str, Any]) -> Any:
 
     tables = [
         records(document[part], columns)
-        for part, columns in (
-            ("kernels", KERNELS),
-            ("steps", STEPS),
-            ("rounds", ROUNDS),
-            ("decoding", DECODING),
-            ("floors", FLOORS),
-        )
+        for part, columns in (("steps", STEPS), ("rounds", ROUNDS), ("decoding", DECODING))
         if document[part]
     ]
     hardware = document["hardware"]

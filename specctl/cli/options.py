@@ -135,7 +135,7 @@ FLAGS: dict[str, Flag] = {
     "drafter": Flag(("drafter",), str, f"{DRAFTERS}.", metavar="PATH"),
     "drafters": Flag(("drafters",), list[str], f"{DRAFTERS}; repeatable.", _names, metavar="PATH"),
     "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),
-    "parts": Flag(("parts",), str, "kernels,steps,rounds,decoding (default), floors, or some of them.", _none_or_names),
+    "parts": Flag(("parts",), str, "steps,rounds,decoding (default), or some of them.", _none_or_names),
     "shape": Flag(("shape",), str, "Random weights of a size (1b, 8b, 32b, 70b) instead of a target."),
     "batches": Flag(("batches",), str, "Batch sizes: 1,8.", _comma_ints),
     "matrix": Flag(("matrix",), bool, "Print and draw the matrix pool × domains, and test its diagonal."),

@@ -1,4 +1,4 @@
-"""`specctl bench`: kernels, target steps and batches on this machine, each against its baseline in the same run."""
+"""`specctl bench`: target steps and batches on this machine, each against its baseline in the same run."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specctl.decoding.models import target_adapter
-from specctl.decoding.models.loading import load_model, pick_device, pick_dtype
+from specctl.decoding.models.loading import load_model, pick_device
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.decoding.timing import bandwidth
@@ -14,12 +14,9 @@ from specctl.distillation.prompt_rows import Prompt
 from specctl.distillation.prompts import read_domains
 from specctl.distillation.rejections import Rejections
 from specctl.drafters import names, pool
-from specctl.measuring.bench import floors, shapes
-from specctl.measuring.bench import kernels as bench_kernels
 from specctl.measuring.bench import rounds as bench_rounds
+from specctl.measuring.bench import shapes
 from specctl.measuring.bench import steps as bench_decoding
-from specctl.measuring.bench.floors import FloorRow
-from specctl.measuring.bench.kernels import KernelRow
 from specctl.measuring.bench.rounds import RoundRow
 from specctl.measuring.bench.steps import DecodingRow, StepRow
 from specctl.measuring.contenders import Case, prepare
@@ -41,11 +38,9 @@ class BenchResult:
     threads: int
     hardware: dict[str, object]
     versions: dict[str, str | None]
-    kernels: list[KernelRow]
     steps: list[StepRow]
     rounds: list[RoundRow]
     decoding: list[DecodingRow]
-    floors: list[FloorRow]
 
 
 @torch.inference_mode()
@@ -57,37 +52,30 @@ def bench(recipe: BenchRecipe, run: Run) -> BenchResult:
     """
     shapes.check_memory(recipe)
     device = pick_device(recipe.target.device)
-    kernels: list[KernelRow] = []
     steps: list[StepRow] = []
     rounds: list[RoundRow] = []
     decoding: list[DecodingRow] = []
-    target = None
     with track("bench", unit="measurements") as bar:
-        if "kernels" in recipe.parts:
-            kernels = bench_kernels.measure(recipe, device, bar)
-        if {"steps", "rounds", "decoding"} & {*recipe.parts}:
-            target, model = load(recipe, device)
-            run.annotate(target=target.identity)
-            weights_ms = 1000 * target.step_bytes / bandwidth(device)
-            if model is not None:
-                steps = bench_decoding.steps(recipe, target, model, weights_ms, bar)
-            del model
-            if "rounds" in recipe.parts:
-                rounds = bench_rounds.measure(recipe, target, drafters(recipe, target), weights_ms, bar)
-            if "decoding" in recipe.parts:
-                decoding = bench_decoding.batches(recipe, target, questions(recipe, target, run), bar)
+        target, model = load(recipe, device)
+        run.annotate(target=target.identity)
+        weights_ms = 1000 * target.step_bytes / bandwidth(device)
+        if model is not None:
+            steps = bench_decoding.steps(recipe, target, model, weights_ms, bar)
+        del model
+        if "rounds" in recipe.parts:
+            rounds = bench_rounds.measure(recipe, target, drafters(recipe, target), weights_ms, bar)
+        if "decoding" in recipe.parts:
+            decoding = bench_decoding.batches(recipe, target, questions(recipe, target, run), bar)
     return BenchResult(
         target=recipe.shape or recipe.target.name,
         device=str(device),
-        dtype=str(target.dtype if target else pick_dtype(recipe.target.dtype, device)).removeprefix("torch."),
+        dtype=str(target.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         hardware=hardware(),
         versions={name: version(name) for name in ("torch", "transformers", "triton", "specctl")},
-        kernels=kernels,
         steps=steps,
         rounds=rounds,
         decoding=decoding,
-        floors=floors.measure(recipe) if "floors" in recipe.parts else [],
     )
 
 

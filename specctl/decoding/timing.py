@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
 
 WARM_UP = 3
 
@@ -22,26 +21,6 @@ def medians(functions: Mapping[str, Callable[[], object]], repeats: int, device:
             synchronise(device)
             if repeat >= WARM_UP:
                 seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def cold_medians(
-    functions: Mapping[str, Callable[[], object]], repeats: int, device: torch.device, cache: Tensor
-) -> dict[str, float]:
-    """Median seconds of each function on a GPU with a cold L2 cache: `cache`, several times the size of L2, is
-    overwritten before each call. GPU events after that write measure the time, so the host's launch time does not
-    count."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for repeat in range(repeats + WARM_UP):
-        for name, function in functions.items():
-            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            cache.zero_()
-            started.record(torch.cuda.current_stream(device))
-            function()
-            ended.record(torch.cuda.current_stream(device))
-            synchronise(device)
-            if repeat >= WARM_UP:
-                seconds[name].append(started.elapsed_time(ended) / 1000)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

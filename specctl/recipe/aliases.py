@@ -68,6 +68,9 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "filters.near_responses": (None, "responses are not compared: leave it out"),
     "warm_start": (False, "a router plays in the policy `router` alone: leave it out"),
     "format": ("jsonl", "shards are JSON lines, which `datasets` and engines read: leave it out"),
+    "vocabularies": ([32_000, 128_000], "bench times no kernels: leave it out"),
+    "drafted": (8, "bench times no kernels: leave it out"),
+    "gpus": (["a100-80g", "h100-80g", "h200"], "bench computes no floors from data sheets: leave it out"),
     "router.weight": (8, "no policy starts from a router's opinion: leave it out"),
 }
 """Keys of earlier recipes: the default, which recipe files may still name, and what to do instead of another value."""

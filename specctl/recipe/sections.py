@@ -69,8 +69,7 @@ class OneOf:
         return {"enum": list(self.names()), "type": "string"}
 
 
-GraphicsCard = Literal["a100-40g", "a100-80g", "h100-80g", "h200", "l40s", "rtx4090"]
-Gpu = Literal[GraphicsCard, "cpu"]
+Gpu = Literal["a100-40g", "a100-80g", "h100-80g", "h200", "l40s", "rtx4090", "cpu"]
 
 
 def _split_commas(value: Any) -> Any:

@@ -141,7 +141,6 @@ REFUSED = {
     "eval": ["eval", "--drafter", "lookup", "--domain", "sql"],
     "serve": ["serve", "--drafter", "lookup"],
     "bench": ["bench", "parts=['steps']"],
-    "floors": ["bench", "parts=['floors']"],
     "train-drafter": ["train-drafter", "--domain", "sql", "distilled=data"],
     "whole target": [
         *("train-drafter", "--domain", "sql", "distilled=data", "--features-from", "http://h:1"),

@@ -74,7 +74,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
     ),
     "bench": (
         *("bench", "--drafter", "lookup", "--batches", "1,2", "--limit", 2, "--max-new-tokens", 4, "--device", "cpu"),
-        *("vocabularies=[300]", "repeats=1", "context=8", "draft_lengths=[2]", "--output-dir", "bench"),
+        *("repeats=1", "context=8", "draft_lengths=[2]", "--output-dir", "bench"),
     ),
     "select": (
         *("select", "--pool", "drafters", "--algo", "hedgespec,ucbspec", "--baselines", "vanilla,fixed"),

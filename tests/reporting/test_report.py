@@ -113,11 +113,10 @@ def test_the_report_of_a_benchmark(make_run):
         for batch in (1, 8)
     ]
     steps = [{"rows": rows, "ours_ms": 1.0, "transformers_ms": 2.0, "weights_ms": 0.5} for rows in (1, 8)]
-    kernels = [{"kernel": "argmax", "size": "B 1", "ratio": 2.0, "ours_ms": 1.0}]
-    run = make_run("b", "bench", {"decoding": decoding, "steps": steps, "kernels": kernels})
+    run = make_run("b", "bench", {"decoding": decoding, "steps": steps})
     pictures, tables = made(api.report([run], csv=True))
-    assert pictures == ["bench-decoding.png", "bench-steps.png", "bench-kernels.png"]
-    assert tables == ["bench-decoding.csv", "bench-steps.csv", "bench-kernels.csv"]
+    assert pictures == ["bench-decoding.png", "bench-steps.png"]
+    assert tables == ["bench-decoding.csv", "bench-steps.csv"]
 
 
 @pytest.mark.parametrize("weights", [True, False])

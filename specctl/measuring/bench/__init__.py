@@ -1,1 +1,1 @@
-"""Benchmarks of kernels, target steps, batches and rounds against their baselines, and floors from data sheets."""
+"""Benchmarks of target steps, batches and rounds against their baselines."""

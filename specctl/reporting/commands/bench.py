@@ -1,12 +1,11 @@
-"""Report of `bench`: decoding by batch size, target steps by rows, kernels against eager PyTorch."""
+"""Report of `bench`: decoding by batch size, target steps by rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specctl.reporting import bars, curves
-from specctl.reporting.bars import Bar
+from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.contents import Contents, Picture, numbers, records
 from specctl.reporting.curves import Curve, Panel
@@ -30,12 +29,6 @@ STEPS = headings(
     ratio="transformers / ours",
     weights_ms="reading weights ms",
 )
-KERNELS = headings(
-    *("label", "size", "backend", "ours_ms", "eager_ms", "ratio", "floor_ms", "share_of_floor"),
-    label="kernel",
-    ratio="eager / ours",
-    memory="of its memory",
-)
 
 Row = Mapping[str, Any]
 
@@ -45,7 +38,6 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         {**row, "label": run.named(_contender(row))} for run in runs for row in run.result.get("decoding") or []
     ]
     steps = [{**row, "label": run.named("step")} for run in runs for row in run.result.get("steps") or []]
-    kernels = [{**row, "label": run.named(row["kernel"])} for run in runs for row in run.result.get("kernels") or []]
     pictures = []
     if decoding:
         caption = "Speed of decoding all prompts in batches; plain decoding in the same batch is 1."
@@ -53,12 +45,9 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     if steps:
         caption = "Time of one forward of the target over several rows, and of reading its weights once."
         pictures.append(Picture("steps", caption, _steps(steps)))
-    if kernels:
-        pictures.append(Picture("kernels", "Kernels against eager PyTorch; above 1 ours is faster.", _kernels(kernels)))
     tables = [
         records("decoding", "Decoding", decoding, DECODING),
         records("steps", "Target steps", steps, STEPS),
-        records("kernels", "Kernels", kernels, KERNELS),
     ]
     return Contents(_headline(runs), pictures, tables)
 
@@ -94,13 +83,3 @@ def _steps(rows: Sequence[Row]) -> Figure:
     return curves.lines(
         [Panel("milliseconds", lines, limits=(0, None))], "rows of the step (tokens)", powers_of_two=True
     )
-
-
-def _kernels(rows: Sequence[Row]) -> Figure:
-    """Draw the kernels of a run in one color, as their names stand next to the bars."""
-    looks = Looks()
-    panels: dict[str, list[Bar]] = {}
-    for row in rows:
-        look = looks[row["label"].replace(row["kernel"], "kernel", 1)]
-        panels.setdefault(row["size"], []).append(Bar(row["label"], row["ratio"], None, look))
-    return bars.bars(panels, "time of eager PyTorch over ours", reference=1.0)

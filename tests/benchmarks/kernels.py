@@ -1,8 +1,14 @@
-"""Benchmark of the attention, verification and distillation kernels against a few lines of eager PyTorch."""
+"""Times of the attention, verification and distillation kernels against a few lines of eager PyTorch.
 
+    python -m tests.benchmarks.kernels [--batches 1,8] [--vocabularies 32000,128000] [--drafted 8] [--repeats 30]
+
+The floor of a kernel is the time to read its logits, or its keys and values, once.
+"""
+
+import argparse
 import itertools
+import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +16,9 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.device import graphs
-from specctl.decoding.timing import bandwidth, cold_medians, medians
+from specctl.decoding.models.loading import pick_device
+from specctl.decoding.timing import WARM_UP, bandwidth, medians, synchronise
 from specctl.kernels.distill import Teacher, linear_distill
-from specctl.progress import Progress, interrupts
-from specctl.recipe import BenchRecipe
 
 HIDDEN, TRAINED_ROWS = 256, 1024  # sizes of the loss benchmark on a CPU
 CUDA_HIDDEN, CUDA_TRAINED_ROWS = 4096, 8192  # the same on a GPU, as for an 8B target
@@ -31,67 +36,42 @@ GRAPH_KERNELS = {
 }  # others wait for the host
 
 
-@dataclass(frozen=True)
-class KernelRow:
-    """Times of one kernel at one size.
-
-    Attributes:
-        graphs: the times are of CUDA-graph replays (GPU only). A kernel that needs the host is timed with its launches.
-        floor_ms: time to read its logits, or its keys and values, once. The loss, which makes its logits itself, has
-            None.
-        memory: our peak of device memory ÷ the eager version's, both beyond earlier allocations (CUDA only).
-    """
-
-    kernel: str
-    size: str
-    backend: str
-    graphs: bool
-    ours_ms: float
-    eager_ms: float
-    ratio: float
-    floor_ms: float | None
-    share_of_floor: float | None
-    memory: float | None
-
-
 Case = tuple[str, str, Callable[[], object], Callable[[], object], int]
 """(kernel, size, ours, eager, bytes that must be read)."""
 
 
-def measure(recipe: BenchRecipe, device: torch.device, bar: Progress) -> list[KernelRow]:
-    """Time every kernel at every batch and vocabulary size of the recipe. Raises Interrupted: SIGTERM arrived."""
-    speed, backend = bandwidth(device), kernels.backend(device.type)
-    rows = []
-    for kernel, size, ours, eager, read in cases(recipe, device):
-        interrupts.check()
-        times, replayed = timed(kernel, ours, eager, recipe.repeats, device)
-        ours_ms, eager_ms = 1000 * times["ours"], 1000 * times["eager"]
-        floor = 1000 * read / speed if read else None
-        share = floor / ours_ms if floor else None
-        memory = _peak(ours, device) / max(_peak(eager, device), 1) if device.type == "cuda" else None
-        rows.append(
-            KernelRow(kernel, size, backend, replayed, ours_ms, eager_ms, eager_ms / ours_ms, floor, share, memory)
-        )
-        bar.update(1)
-    return rows
-
-
 def timed(
     kernel: str, ours: Callable[[], object], eager: Callable[[], object], repeats: int, device: torch.device
-) -> tuple[dict[str, float], bool]:
-    """Median seconds of both functions, and whether they were replayed as graphs.
+) -> dict[str, float]:
+    """Median seconds of both functions.
 
     On a GPU the L2 cache could hold the data of a small batch, and launching takes the host longer than most kernels
-    run. So the cache is flushed before each call, and launches are replayed from a graph.
+    run. So the cache is flushed before each call, and launches are replayed from a graph, if it can be captured.
     """
     functions = {"ours": ours, "eager": eager}
     if device.type == "cpu":
-        return medians(functions, repeats, device), False
-    if replayed := kernel in GRAPH_KERNELS:
+        return medians(functions, repeats, device)
+    if kernel in GRAPH_KERNELS:
         functions = {name: graphs.replay_of(run, device) for name, run in functions.items()}
-    return cold_medians(
-        functions, repeats, device, torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    ), replayed
+    return cold_medians(functions, repeats, device)
+
+
+def cold_medians(functions: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
+    """Median seconds of each function on a GPU with a cold L2 cache. GPU events after the flush measure the time, so
+    the host's launch time does not count."""
+    cache = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for repeat in range(repeats + WARM_UP):
+        for name, function in functions.items():
+            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cache.zero_()
+            started.record(torch.cuda.current_stream(device))
+            function()
+            ended.record(torch.cuda.current_stream(device))
+            synchronise(device)
+            if repeat >= WARM_UP:
+                seconds[name].append(started.elapsed_time(ended) / 1000)
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def _peak(work: Callable[[], object], device: torch.device) -> int:
@@ -102,17 +82,16 @@ def _peak(work: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - held
 
 
-def cases(recipe: BenchRecipe, device: torch.device) -> Iterator[Case]:
-    generator = torch.Generator(device).manual_seed(recipe.data.seed)
+def cases(batches: list[int], vocabularies: list[int], drafted: int, device: torch.device) -> Iterator[Case]:
+    generator = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16
     if device.type == "cuda":  # on a CPU our attention is PyTorch's, with a mask
-        for batch, context in itertools.product(recipe.batches, CONTEXTS):
+        for batch, context in itertools.product(batches, CONTEXTS):
             if batch * context * LAYERS * _slot(dtype) <= MAX_CACHE_BYTES:
-                for rows in (1, recipe.drafted + 1):
+                for rows in (1, drafted + 1):
                     yield attention(device, dtype, batch, rows, context)
-    for vocabulary in recipe.vocabularies:
-        for batch in recipe.batches:
-            drafted = recipe.drafted
+    for vocabulary in vocabularies:
+        for batch in batches:
             size = f"B {batch}, T {drafted}, V {vocabulary}"
             shape = (batch, drafted + 1, vocabulary)
             p = 3 * torch.randn(shape, generator=generator, device=device, dtype=dtype)
@@ -251,3 +230,25 @@ def _loss(device: torch.device, vocabulary: int, generator: torch.Generator) -> 
         return linear_distill(x, head, None, teacher, at, share, "soft_ce")[0]
 
     return "linear_distill", f"T {rows}, H {hidden}, Vd {vocabulary}", lambda: run(ours), lambda: run(eager), 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("batches", "1,8"), ("vocabularies", "32000,128000")):
+        parser.add_argument(f"--{name}", type=lambda text: [*map(int, text.split(","))], default=default)
+    for name, number in (("drafted", 8), ("repeats", 30)):
+        parser.add_argument(f"--{name}", type=int, default=number)
+    options, device = parser.parse_args(), pick_device("auto")
+    speed = bandwidth(device)
+    print(f"{kernels.backend(device.type)} on {device}, {torch.get_num_threads()} threads")
+    with torch.inference_mode():
+        for kernel, size, ours, eager, read in cases(options.batches, options.vocabularies, options.drafted, device):
+            seconds = timed(kernel, ours, eager, options.repeats, device)
+            ratio, floor = seconds["eager"] / seconds["ours"], f", floor {1000 * read / speed:.3f} ms" if read else ""
+            if device.type == "cuda":
+                floor += f", {_peak(ours, device) / max(_peak(eager, device), 1):.2f} of its memory"
+            print(f"{kernel:32} {size:28} {1000 * seconds['ours']:9.3f} ms, eager / ours {ratio:.2f}{floor}")
+
+
+if __name__ == "__main__":
+    main()
