@@ -50,12 +50,6 @@ class Contents:
         return [table for table in self.tables if table.rows]
 
 
-def joined(parts: Sequence[Contents]) -> Contents:
-    """Join the parts for several kinds of runs of one command; the headline is the first part's."""
-    pictures = [picture for part in parts for picture in part.pictures]
-    return Contents(parts[0].headline, pictures, [table for part in parts for table in part.tables])
-
-
 def numbers(values: Iterable[Any]) -> list[float]:
     """Convert values to floats for a picture; other values become NaN, which leaves a gap."""
     return [float(value) if isinstance(value, int | float) else math.nan for value in values]

@@ -199,20 +199,20 @@ def test_equal_static_curves_are_drawn_once():
     assert rival.name == "lookup" and math.isnan(rival.y[0]) and rival.y[1] == 2.5
 
 
-def test_online_by_tokens_and_by_steps(make_run):
-    """Both kinds of runs in one report. A mode shows its agreement with the target alone."""
+def test_online_and_reason_share_a_page(make_run):
+    """A mode shows its agreement with the target alone."""
     rate = {"value": 0.25, "interval": [0.125, 0.5]}
     chunks = [filled(ReasoningChunk, mode=mode, chunk=n, avg_len=1.5) for n in (1, 2) for mode in ("target", "lr")]
     modes = [filled(ModeRow, mode=mode, prompts=4, agreement=rate) for mode in ("target", "lr")]
     gained = [filled(Difference, mode="osd-lr", than="lr", step_acceptance=rate)]
     steps = {"algo": "lr", "modes": modes, "per_chunk": chunks, "differences": gained}
     tokens = {"algo": "ogd", "per_chunk": [{"algo": "ogd", "mat": 2.0}, {"algo": "ogd", "mat": 2.5}]}
-    runs = [make_run("t", "online", tokens), make_run("s", "online", steps)]
+    runs = [make_run("t", "online", tokens), make_run("s", "reason", steps)]
     result = api.report(runs, runs[0].parent / "out", csv=True)
-    assert made(result)[0] == ["online-chunks.png", "online-steps.png"]
+    assert made(result)[0] == ["online-chunks.png", "reason-steps.png"]
     heads = ["mode", "prompts", "answers of the target alone", "answers of the target alone, interval"]
-    assert read_csv(result, "online-modes.csv")[:2] == [heads, ["target #2", "4", "0.25", "0.125 to 0.5"]]
-    assert read_csv(result, "online-differences.csv")[1] == ["osd-lr #2 − lr", "0.25", "0.125 to 0.5"]
+    assert read_csv(result, "reason-modes.csv")[:2] == [heads, ["target", "4", "0.25", "0.125 to 0.5"]]
+    assert read_csv(result, "reason-differences.csv")[1] == ["osd-lr − lr", "0.25", "0.125 to 0.5"]
 
 
 def test_a_command_without_pictures_has_its_result_as_tables(make_run):
@@ -277,21 +277,13 @@ def test_unusable_speeds_are_not_in_headline_or_bars(make_run):
     assert "eval-speedup.png" not in made(with_one_bar)[0]
 
 
-def test_serve_and_route_runs_are_reported(make_run):
-    """Runs of `route`, now a part of `serve`, have other names for servers and texts."""
+def test_serve_is_reported(make_run):
     row = {"drafter": "http://a", "texts": 3, "rounds": 4, "tokens": 9, "accepted": 5, "mat": 2.25}
     row |= {"share": 1.0, "engine": "vllm 0.32", "failures": 1, "broken": 2}
     facts = {"model": "toy", "choose": "cgp-ucb", "requests": 3, "tokens": 9, "mat": 2.25, "decide_us_p50": 80.0}
     result = api.report([make_run("s", "serve", facts | {"drafters": [row]})], csv=True)
     head, first = read_csv(result, "serve-drafters.csv")
     assert first[:4] == ["http://a", "vllm 0.32", "3", "1.0"] and first[head.index("streams broken off")] == "2"
-    old = {"server": "http://a", "engine": "vllm 0.32", "requests": 3, "share": 1.0, "mat": 2.25, "failures": 0}
-    facts = {"mode": "served", "algo": "cgp-ucb", "requests": 3, "mat": 2.25, "decide_us_p50": 80.0}
-    result = api.report([make_run("r", "route", facts | {"servers": [old]})], csv=True)
-    assert read_csv(result, "route-drafters.csv")[1][:4] == ["http://a", "vllm 0.32", "3", "1.0"]
-    assert read_csv(result, "route-serve.csv")[1][:3] == ["builtin", "cgp-ucb", "3"]
-    result = api.report([make_run("older", "select", facts | {"servers": [old]})], csv=True)
-    assert read_csv(result, "select-drafters.csv")[1][:4] == ["http://a", "vllm 0.32", "3", "1.0"]
 
 
 def test_eval_of_servers_is_reported(make_run):
@@ -313,34 +305,28 @@ def test_eval_of_servers_is_reported(make_run):
     length = {"server": "server", "concurrency": 1, "over": 0, "up_to": 512, "mat": 1.7, "requests": 3}
     rows = [one | {"concurrency": count} for one in (row, base) for count in (1, 8)]
     facts = {"servers": rows, "lengths": [length], "worth": [load], "rejected": 0, "later_turns": 0}
-    result = api.report([make_run("swept", "eval", facts)], csv=True)
+    result = api.report([make_run("swept", "eval-server", facts)], csv=True)
     pictures, tables = made(result)
-    assert pictures == ["eval-load.png"]
-    assert tables == [f"eval-{name}.csv" for name in ("servers", "lengths", "worth", "served-acceptance")]
-    head, first, *_, last = read_csv(result, "eval-servers.csv")
+    assert pictures == ["eval-server-load.png"]
+    assert tables == [f"eval-server-{name}.csv" for name in ("servers", "lengths", "worth", "served-acceptance")]
+    head, first, *_, last = read_csv(result, "eval-server-servers.csv")
     assert first[:4] == ["server, sql", "vllm 0.32", "sql", "1"] and last[head.index("in flight")] == "8"
     assert first[head.index("× baseline")] == "1.3" and last[head.index("mat")] == ""
-    assert read_csv(result, "eval-worth.csv") == [
+    assert read_csv(result, "eval-server-worth.csv") == [
         ["run", "in flight", "mat", "even at mat", "× at mat 2", "× at mat 3"],
         ["as measured", "1", "1.8", "1.4", "1.4", "2.1"],
     ]
-    assert read_csv(result, "eval-lengths.csv")[1] == ["server", "1", "0", "512", "3", "1.7"]
-    here = make_run("here", "eval", {"rows": [eval_row("a", speedup=1.5)]})
-    assert made(api.report([here, make_run("there", "eval", facts)]))[0] == [
-        "eval-mat.png",
-        "eval-speedup.png",
-        "eval-load.png",
-    ]
+    assert read_csv(result, "eval-server-lengths.csv")[1] == ["server", "1", "0", "512", "3", "1.7"]
 
 
-def test_online_with_a_server_is_reported(make_run):
+def test_learn_from_server_is_reported(make_run):
     sent = {"version": "v000002", "verdict": "published", "mat_before": 1.5, "mat_after": 1.9, "seconds": 1.0}
     chunk = {"version": "v000001", "prompts": 2, "status": "updated", "loss": 2.5, "mat": 1.5, "baseline_mat": 1.4}
     chunks = [{**chunk, "chunk": 1, "publication": sent}, {**chunk, "chunk": 2, "publication": None, "mat": None}]
     facts = {"algo": "ogd", "engines": ["vllm 0.32"], "mat": 1.5, "over_baseline": 1.07, "per_chunk": chunks}
-    result = api.report([make_run("served", "online", facts)], csv=True)
+    result = api.report([make_run("served", "learn-from-server", facts)], csv=True)
     pictures, tables = made(result)
-    assert pictures == ["online-served.png"] and tables == ["online-served.csv"]
-    head, first, second = read_csv(result, "online-served.csv")
+    assert pictures == ["learn-from-server-served.png"] and tables == ["learn-from-server-served.csv"]
+    head, first, second = read_csv(result, "learn-from-server-served.csv")
     assert first[head.index("published")] == "v000002" and first[head.index("mat, the drafter that stays")] == "1.4"
     assert second[head.index("verdict")] == "" and second[head.index("mat")] == ""

@@ -8,8 +8,8 @@ from specctl import regular_files
 from specctl.reporting import bars, plots
 from specctl.reporting.bars import Bar
 from specctl.reporting.collect import RunRecord
-from specctl.reporting.commands import acceptance, eval_served
-from specctl.reporting.contents import Contents, Picture, ReportTable, joined, records
+from specctl.reporting.commands import acceptance
+from specctl.reporting.contents import Contents, Picture, ReportTable, records
 from specctl.reporting.style import BASELINES, Looks, is_baseline
 from specctl.reporting.tables import headings, usable_value
 
@@ -38,13 +38,6 @@ Row = Mapping[str, Any]
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Report drafters that were measured locally, then the drafters of servers."""
-    served = [run for run in runs if "servers" in run.result]
-    here = [run for run in runs if run not in served]
-    return joined([make(some, looks) for make, some in ((_here, here), (eval_served.contents, served)) if some])
-
-
-def _here(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     rows = _rows(runs)
     made = Contents(headline=_headline(rows) if len(runs) == 1 else {})
     for metric, (label, caption) in METRICS.items():

@@ -6,8 +6,7 @@ from typing import Any
 
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
-from specctl.reporting.commands import online_served, reasoning
-from specctl.reporting.contents import Contents, Picture, joined, numbers, records
+from specctl.reporting.contents import Contents, Picture, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks, grey
 from specctl.reporting.tables import usable_value
@@ -42,15 +41,6 @@ HEADLINE = (
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Report learners on tokens, local and on servers, then modes of lookahead reasoning."""
-    steps = [run for run in runs if run.result.get("modes")]
-    served = [run for run in runs if run.result.get("engines")]
-    tokens = [run for run in runs if run not in steps and run not in served]
-    kinds = ((_tokens, tokens), (online_served.contents, served), (reasoning.contents, steps))
-    return joined([make(some, looks) for make, some in kinds if some])
-
-
-def _tokens(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     contenders = [
         {**_in_words(row), "label": run.named(row["algo"])} for run in runs for row in run.result.get("learners") or []
     ]

@@ -10,9 +10,8 @@ from typing import Any
 from specctl.reporting import bars, curves
 from specctl.reporting.bars import Bar
 from specctl.reporting.collect import RunRecord, flat
-from specctl.reporting.commands import serving
 from specctl.reporting.commands.rounds import Rounds, read
-from specctl.reporting.contents import Contents, Picture, ReportTable, joined, numbers, records
+from specctl.reporting.contents import Contents, Picture, ReportTable, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
 from specctl.reporting.tables import headings
@@ -46,13 +45,6 @@ SMOOTHED = 9
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Report policies on drafters, then old runs with servers, which are runs of `serve` today."""
-    served = [run for run in runs if "servers" in run.result]
-    here = [run for run in runs if run not in served]
-    return joined([make(some, looks) for make, some in ((_here, here), (serving.contents, served)) if some])
-
-
-def _here(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     played = [read(run) for run in runs]
     policies = Looks()  # policies are not drafters, so they have separate colors
     made = Contents(headline=_headline(runs))

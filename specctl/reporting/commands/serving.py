@@ -1,7 +1,6 @@
-"""Report of `serve`: texts and acceptance by drafter or by running engine, also of runs of the former `route`."""
+"""Report of `serve`: texts and acceptance by drafter or by running engine."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.contents import Contents, records
@@ -24,20 +23,8 @@ ROWS = headings(
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    summary = [_summary(run) for run in runs if run.result]
-    rows = [row | {"label": run.named(row["label"])} for run in runs for row in _rows(run.result)]
+    summary = [{**run.result, "label": run.named(str(run.result.get("model")))} for run in runs if run.result]
+    rows = [{**row, "label": run.named(row["drafter"])} for run in runs for row in run.result.get("drafters") or []]
     headline = {SUMMARY[key]: summary[0][key] for key in ("requests", "mat") if len(summary) == 1 and key in summary[0]}
     tables = [records("serve", "Gateway", summary, SUMMARY), records("drafters", "Texts by drafter", rows, ROWS)]
     return Contents(headline=headline, tables=tables)
-
-
-def _summary(run: RunRecord) -> dict[str, Any]:
-    result = run.result
-    label = run.named(str(result.get("model") or result.get("target")))
-    return {**result, "label": label, "choose": result.get("choose") or result.get("algo")}
-
-
-def _rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of a result; `route` had other names for some fields."""
-    rows = [{**row, "label": row["drafter"]} for row in result.get("drafters") or []]
-    return rows + [{**row, "label": row["server"], "texts": row["requests"]} for row in result.get("servers") or []]
