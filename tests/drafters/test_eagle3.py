@@ -219,6 +219,29 @@ def test_cached_keys_and_values_do_not_depend_on_when_they_were_computed(target,
     assert len(rounds) > 6 and rounds == [[0] * 3] * len(rounds)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_single_row_sees_the_window_of_a_whole_pass(target, head, prompts, count):
+    """To read a prompt, a head computes one row of its last layer, with a mask of that row alone."""
+    windowed, whole = (Eagle3Drafter(head, target, TreeShape(STEPS, 1, STEPS, 1, 0.0)) for _ in range(2))
+    windowed.window = 8
+    compared = []
+
+    def ask(state, draft, verdict):
+        windowed.advance(state)
+        whole.advance(state)
+        width, rows = max(state.cached), torch.arange(state.batch)
+        assert min(state.cached) > 8
+        single = windowed.last(state).clone()
+        every, starts = windowed.read(state, width, every=True)
+        last = torch.tensor(state.cached) - torch.tensor(starts) - 1
+        torch.testing.assert_close(single, every.view(state.batch, width, -1)[rows, last], atol=1e-4, rtol=1e-4)
+        compared.append(float((single - whole.last(state)).abs().amax()))
+
+    fixed = dict(sampling=GREEDY, max_new_tokens=4, taps=windowed.taps, on_round=ask)
+    decode(target, prompts[:count], seeds=[0] * count, **fixed)
+    assert compared and min(compared) > 0.01  # negative control: the window changes the rows
+
+
 def test_loss_is_normalized_and_masked(target, head, examples):
     """The weight counts (slot, step) pairs, without slots that have a target token outside the draft vocabulary."""
     store = FeatureStore(target, head.config.taps)
