@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.records import Label
-from specctl.decoding.state import DecodeState, PerText
+from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import SlotBatch
 from specctl.drafters.feature.layer import select_taps
@@ -113,14 +113,11 @@ class ReplayBuffer(FeatureStore):
 
     def observe(self, state: DecodeState) -> None:
         """Take in the tokens that a round has committed. To be called after every round of an engine."""
-        memory: PerText[_UnfinishedText] | None = state.memory.get(self)
-        if memory is None:
-            memory = state.memory[self] = PerText(_UnfinishedText, state.batch)
-        counts = []
-        for text, row in zip(memory.rows, state.rows, strict=True):
+        texts, counts = state.per_text(self, _UnfinishedText), []
+        for text, row in zip(texts, state.rows, strict=True):
             counts.append(len(row.ids) - (text.end or row.prompt_length + 1))  # the prefill's token belongs to no round
             text.end = len(row.ids)
-        for b, (text, row, count) in enumerate(zip(memory.rows, state.rows, counts, strict=True)):
+        for b, (text, row, count) in enumerate(zip(texts, state.rows, counts, strict=True)):
             if not count:  # an idle slot
                 continue
             if row.rejections > text.rejections:
@@ -128,7 +125,7 @@ class ReplayBuffer(FeatureStore):
                 text.rejected.append(len(row.ids) - row.prompt_length - 2)  # the last token is the target's own
             if row.stop is not None:
                 self.take_in(state, b, text)
-                memory.rows[b] = _UnfinishedText(end=len(row.ids))
+                texts[b] = _UnfinishedText(end=len(row.ids))
 
     def take_in(self, state: DecodeState, b: int, text: _UnfinishedText) -> None:
         """Take in the finished text in slot b."""

@@ -285,6 +285,13 @@ class DecodeState:
         tensors = sum(kept.nbytes for kept in self._by_position.values())
         return self.cache.nbytes + tensors + sum(memory.nbytes for memory in self.memory.values())
 
+    def per_text(self, owner: object, new: Callable[[], T]) -> list[T]:
+        """The memory of an owner that keeps one `T` per sequence, in batch order; `new` makes the one of a new text."""
+        if owner not in self.memory:
+            self.memory[owner] = PerText(new, self.batch)
+        rows: list[T] = self.memory[owner].rows
+        return rows
+
     def _draw_for_rows(self) -> None:
         requests = [row.request for row in self.rows]
         self.draws = Draws([one.sampling for one in requests], [one.seed for one in requests], self.device)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from specctl.decoding.protocols import DeviceDraft, Drafter
 from specctl.decoding.records import DraftTree, Score
-from specctl.decoding.state import DecodeState, PerText
+from specctl.decoding.state import DecodeState
 from specctl.drafters.hybrid.candidates import Candidates
 from specctl.drafters.hybrid.costs import Costs
 from specctl.drafters.hybrid.gate import TEXT, Gate, GateStatistics, Pending
@@ -100,14 +100,12 @@ class WeighedText(Drafter):
         return DraftTree.from_trees(trees, state.device)
 
     def _gates(self, state: DecodeState) -> list[Gate]:
-        memory: PerText[Gate | None] | None = state.memory.get(self)
-        if memory is None:
-            memory = state.memory[self] = PerText(lambda: None, state.batch)
+        kept: list[Gate | None] = state.per_text(self, lambda: None)
         gates = [
             gate or Gate(self.text.calibration, self.past, row.request.sampling.temperature, self.quality)
-            for gate, row in zip(memory.rows, state.rows, strict=True)
+            for gate, row in zip(kept, state.rows, strict=True)
         ]
-        memory.rows = [*gates]
+        kept[:] = gates
         return gates
 
     def advance(self, state: DecodeState) -> None:

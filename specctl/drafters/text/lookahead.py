@@ -16,7 +16,7 @@ import torch
 
 from specctl.decoding.protocols import Drafter, ReadsVerdicts
 from specctl.decoding.records import DraftTree, Score, Verdict
-from specctl.decoding.state import DecodeState, PerText
+from specctl.decoding.state import DecodeState
 from specctl.recipe import DraftingRecipe
 
 # N − 1, W and G of the released example. The paper's values for a model of 7B are 4, 15 and 15: 119 nodes, where a
@@ -58,11 +58,8 @@ class LookaheadDrafter(Drafter, ReadsVerdicts):
             window.go_on([next(predicted) for _ in ends])
 
     def advance(self, state: DecodeState) -> None:
-        memory = state.memory.get(self)
-        if memory is None:
-            new = partial(Window, self.levels, self.columns, self.candidates)
-            memory = state.memory[self] = PerText(new, state.batch)
-        for window, row in zip(memory.rows, state.rows, strict=True):
+        windows = state.per_text(self, partial(Window, self.levels, self.columns, self.candidates))
+        for window, row in zip(windows, state.rows, strict=True):
             window.read(row.ids)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:

@@ -10,7 +10,7 @@ import torch
 
 from specctl.decoding.protocols import DeviceDraft, Drafter
 from specctl.decoding.records import DraftTree, Score
-from specctl.decoding.state import DecodeState, PerText
+from specctl.decoding.state import DecodeState
 from specctl.drafters.hybrid.gate import TEXT_CALIBRATION
 from specctl.drafters.text.device_rounds import TextRounds
 from specctl.drafters.tree import ProposedTree
@@ -61,10 +61,8 @@ class Lookup(Drafter):
         return trees
 
     def advance(self, state: DecodeState) -> None:
-        memory = state.memory.get(self)
-        if memory is None:
-            memory = state.memory[self] = PerText(partial(NGramIndex, LONGEST, SHORTEST), state.batch)
-        for index, row in zip(memory.rows, state.rows, strict=True):
+        indices = state.per_text(self, partial(NGramIndex, LONGEST, SHORTEST))
+        for index, row in zip(indices, state.rows, strict=True):
             index.extend(row.ids)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
