@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.models import gguf_file
-from specctl.decoding.models.gguf_target import HEAD_NORMS, NORMS, PROJECTIONS
 from specctl.decoding.models.loading import is_gguf
 from specctl.errors import CheckpointError
 from specctl.families import FULL, SLIDING
@@ -61,6 +60,21 @@ STEMS = {
 }
 SHARED = {"fc": "fc", "norm": "output_norm", "lm_head": "output"}
 """Tensors outside the layers: our name → llama.cpp's name, without `.weight`."""
+LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "hidden_norm": "attn_norm_2",
+}
+"""The same for the tensors of a layer."""
 METHODS = {"eagle3": "draft-eagle3", dflash.DFLASH: "draft-dflash", dflash.DSPARK: "draft-dspark"}
 UNREAD = ("fc_norm", "norm_output", eagle3.WINDOW, eagle3.COUNT)
 """Options of an EAGLE-3 head that llama.cpp does not compute."""
@@ -165,9 +179,6 @@ def in_halves(weight: Tensor, heads: int) -> Tensor:
 
 def _places(kind: str, layers: int) -> dict[str, str]:
     """Our name of every tensor → llama.cpp's name, without `.weight`."""
-    parts = {ours: theirs for theirs, ours in (PROJECTIONS | NORMS | HEAD_NORMS).items()} | {
-        "hidden_norm": "attn_norm_2"
-    }
     prefixes = ["midlayer"] if kind == "eagle3" else [f"layers.{k}" for k in range(layers)]
     return (
         SHARED
@@ -175,7 +186,7 @@ def _places(kind: str, layers: int) -> dict[str, str]:
         | {
             f"{prefix}.{ours}": f"blk.{k}.{theirs}"
             for k, prefix in enumerate(prefixes)
-            for ours, theirs in parts.items()
+            for ours, theirs in LAYER.items()
         }
     )
 

@@ -272,6 +272,7 @@ def test_an_unwritable_cache_is_reported(file, tmp_path, monkeypatch):
         ({"feed_forward_length": None}, ["lacks llama.feed_forward_length"]),
         ({"block_count": 10**6}, ["block_count", "1000"]),
         ({"attention.head_count": 0}, ["attention.head_count is 0"]),
+        ({"attention.head_count": 5, "attention.key_length": 16}, ["not a multiple of the number of attention heads"]),
         ({"expert_count": 8}, ["expert_count is 8"]),
         ({"tokenizer": False}, ["no tokenizer"]),
         ({"tokenizer.model": "bert"}, ["'bert'", "gpt2 or llama"]),

@@ -20,7 +20,7 @@ from torch import Tensor
 from specctl import regular_files
 from specctl.decoding.models import gguf_file, gguf_tokenizer
 from specctl.decoding.models.gguf_file import GGUFContents, StoredTensor
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, one_line
 from specctl.kernels.native import GroupedWeights
 from specctl.runs import atomic_write
 
@@ -31,17 +31,6 @@ LARGEST = 2**31  # upper limit of the sizes in the metadata
 MOST_LAYERS = 1000
 FREQUENCIES = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-PROJECTIONS = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 ROWS = 2**22  # values that are dequantized together
 
 
@@ -77,7 +66,7 @@ def directory(name: str) -> Path:
 def _files(name: str, contents: GGUFContents) -> dict[str, str]:
     """Contents of every file of a cached directory, by name. config.json is the last."""
     config = configuration(name, contents)
-    _expected(name, contents, config)
+    _check_tensors(name, contents, _parameters(name, config))
     tokenizer = gguf_tokenizer.build(name, contents.metadata, config["vocab_size"])
     special = {key: value for key, value in tokenizer.special.items() if value is not None}
     config |= special
@@ -248,62 +237,49 @@ class GGUFParameter:
         return rows.view(self.pairs, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _expected(name: str, contents: GGUFContents, config: dict[str, Any]) -> dict[str, GGUFParameter]:
-    """The parameter for every tensor of a file. CheckpointError if a tensor is missing, has a wrong shape, or is
-    unexpected."""
-    hidden, inner, dimension = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    paired = config["model_type"] == "llama"
-    shapes = {
-        "attn_q": (heads * dimension, hidden),
-        "attn_k": (kv_heads * dimension, hidden),
-        "attn_v": (kv_heads * dimension, hidden),
-        "attn_output": (hidden, heads * dimension),
-        "ffn_gate": (inner, hidden),
-        "ffn_up": (inner, hidden),
-        "ffn_down": (hidden, inner),
+def _parameters(name: str, config: dict[str, Any]) -> dict[str, GGUFParameter]:
+    """The parameter for every tensor that a file with this configuration has, by the tensor's name.
+
+    Raises CheckpointError if `transformers` refuses the configuration.
+    """
+    from gguf import MODEL_ARCH, get_tensor_name_map
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    except Exception as error:  # sizes that do not fit together can make `transformers` raise anything
+        reason = one_line(getattr(error, "__cause__", None) or error)
+        raise CheckpointError(
+            f"target {name}: its metadata describes no model: {reason}", gguf_file.REDOWNLOAD_HINT
+        ) from error
+    names = get_tensor_name_map(MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
+    pairs = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    if config["model_type"] != "llama":
+        pairs = {}
+    return {
+        names.get_name(key, (".weight", ".bias")) or key: GGUFParameter(
+            key, tuple(parameter.shape), pairs.get(key.split(".")[-2], 0)
+        )
+        for key, parameter in model.named_parameters()
     }
-    pairs = {"attn_q": heads, "attn_k": kv_heads} if paired else {}
-    biased: list[str] = []
-    if config["model_type"] == "qwen2":
-        biased = ["attn_q", "attn_k", "attn_v"]
-    elif config["attention_bias"]:
-        biased = ["attn_q", "attn_k", "attn_v", "attn_output"]
-    if config.get("mlp_bias"):
-        biased += ["ffn_gate", "ffn_up", "ffn_down"]
-    places = {
-        "token_embd.weight": GGUFParameter("model.embed_tokens.weight", (config["vocab_size"], hidden)),
-        "output_norm.weight": GGUFParameter("model.norm.weight", (hidden,)),
-    }
-    if not config["tie_word_embeddings"]:
-        places["output.weight"] = GGUFParameter("lm_head.weight", (config["vocab_size"], hidden))
-    for layer in range(config["num_hidden_layers"]):
-        ours, theirs = f"model.layers.{layer}", f"blk.{layer}"
-        for part, key in PROJECTIONS.items():
-            places[f"{theirs}.{part}.weight"] = GGUFParameter(f"{ours}.{key}.weight", shapes[part], pairs.get(part, 0))
-            if part in biased:
-                places[f"{theirs}.{part}.bias"] = GGUFParameter(
-                    f"{ours}.{key}.bias", shapes[part][:1], pairs.get(part, 0)
-                )
-        for part, key in NORMS.items():
-            places[f"{theirs}.{part}.weight"] = GGUFParameter(f"{ours}.{key}.weight", (hidden,))
-        for part, key in HEAD_NORMS.items() if config["model_type"] == "qwen3" else ():
-            places[f"{theirs}.{part}.weight"] = GGUFParameter(f"{ours}.{key}.weight", (dimension,))
-    for tensor, place in places.items():
+
+
+def _check_tensors(name: str, contents: GGUFContents, wanted: dict[str, GGUFParameter]) -> None:
+    """Raise CheckpointError if a tensor of a file is missing, has a wrong shape, or is unexpected."""
+    for tensor, parameter in wanted.items():
         held = contents.tensors.get(tensor)
         if held is None:
             raise CheckpointError(f"target {name}: the GGUF file lacks the tensor {tensor}", gguf_file.REDOWNLOAD_HINT)
-        if held.shape != place.shape:
-            shapes_differ = f"{list(held.shape)}, but its metadata requires {list(place.shape)}"
+        if held.shape != parameter.shape:
+            shapes_differ = f"{list(held.shape)}, but its metadata requires {list(parameter.shape)}"
             raise CheckpointError(f"target {name}: the tensor {tensor} of the GGUF file has shape {shapes_differ}")
-    beside = sorted(contents.tensors.keys() - places.keys() - {FREQUENCIES})
-    if beside:
+    unexpected = sorted(contents.tensors.keys() - wanted.keys() - {FREQUENCIES})
+    if unexpected:
         raise CheckpointError(
-            f"target {name}: the GGUF file has a tensor {beside[0]:.60}, which model type "
-            f"{config['model_type']} does not have",
+            f"target {name}: the GGUF file has a tensor {unexpected[0]:.60}, which its model type does not have",
             "use the model's safetensors files",
         )
-    return places
 
 
 class Weight:
@@ -342,8 +318,9 @@ def weights(name: str, dtype: torch.dtype) -> dict[str, Weight]:
     Raises CheckpointError like `directory`.
     """
     contents = gguf_file.read(Path(name).expanduser())
-    places = _expected(name, contents, configuration(name, contents))
-    return {place.key: Weight(contents.tensors[tensor], place, dtype) for tensor, place in places.items()}
+    parameters = _parameters(name, configuration(name, contents))
+    _check_tensors(name, contents, parameters)
+    return {one.key: Weight(contents.tensors[tensor], one, dtype) for tensor, one in parameters.items()}
 
 
 def quantized_weights(name: str, dtype: torch.dtype) -> dict[str, Weight] | None:
