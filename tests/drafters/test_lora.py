@@ -92,7 +92,7 @@ def run(drafter, taps, tokens):
     table = drafter._rope_for(len(taps)).rows(
         torch.arange(len(taps)), drafter.heads + drafter.kv_heads, drafter.kv_heads
     )
-    hidden = drafter._through(entered, table, lambda place, x, pairs, query: (x, query.flatten(1)))
+    hidden = drafter._run_layers(entered, table, lambda place, x, pairs, query: (x, query.flatten(1)))
     return qkv, hidden, drafter.logits(hidden)
 
 

@@ -189,7 +189,7 @@ class FeatureDrafter(FeatureLayer, TreeDrafter):
             table = self._rope_for(state.capacity).rows(places, self.heads + self.kv_heads, self.kv_heads)
             far = torch.arange(end, device=state.device) <= (at + k - (self.window or state.capacity))[..., None]
             mask = additive(torch.cat((context | far, others.repeat(1, 1, k)), -1)[:, None], state.dtype)
-            hidden = self._through(self._project(tokens, hidden, table), table, attention(mask, own=k > 0))
+            hidden = self._run_layers(self._project(tokens, hidden, table), table, attention(mask, own=k > 0))
             outputs.append(hidden.unflatten(0, (-1, width))[:, depths - 1 - k : width - k])
         logits = self.logits(torch.stack(outputs, 1).flatten(0, 2)).view(len(live), depths, width + 1 - depths, -1)
         found = dict(zip(live, logits, strict=True))

@@ -26,12 +26,12 @@ from specctl.kernels.self_check import LayerShape
 
 Table = Callable[[], tuple[Tensor, Tensor]]
 """Function that builds the rotary table of some rows; it is lazy because the C++ step does not need one."""
-Entered = tuple[Tensor, Tensor, Tensor]
-"""Residual stream [N, H] fp32 before a layer, its keys concatenated with values [N, 2·Hkv, D], and its queries
-[N, Hq, D], rotated."""
+Projected = tuple[Tensor, Tensor, Tensor]
+"""Inputs of a layer's attention: the residual stream [N, H] fp32 before the layer, its keys concatenated with values
+[N, 2·Hkv, D], and its queries [N, Hq, D], rotated."""
 Attention = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Attention of a layer: (its place, then what `Entered` holds) → the residual stream and the attention output, of all
-rows or of those that are needed."""
+"""Attention of a layer: (its place, then what `Projected` holds) → the residual stream and the attention output, of all
+rows or of the needed ones."""
 
 
 class HeadWeights:
@@ -247,8 +247,8 @@ class UpperLayer(HeadWeights):
         self.take_layer(layer)
         self.input_norm = self.rms_norm(layer.input_layernorm)
 
-    def project(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Entered:
-        """Map rows [N, H] of the previous layer's output to what the layer's attention reads."""
+    def project(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Projected:
+        """Project rows [N, H] of the previous layer's output."""
         qkv, heads = self.rotated(self.input_norm(x), table), self.shape_of_layer.heads
         return x, qkv[:, heads:], qkv[:, :heads]
 
@@ -301,20 +301,22 @@ class FeatureLayer(FeatureReader):
 
         With `last`, the last layer computes only row last[b] of each sequence beyond its keys and values.
         """
-        step = self._step(cache, plan)
+        step = self._native_step(cache, plan)
         if step is not None:
-            return self._computed(step, tokens, features, cache, plan, last)
-        rope, only = table(), None if last is None else self._part(cache, plan, last)
-        return self._through(self._project(tokens.reshape(-1), features, rope), rope, self._cached(cache, plan, only))
+            return self._run_native(step, tokens, features, cache, plan, last)
+        rope, only = table(), None if last is None else self._rows_from(cache, plan, last)
+        return self._run_layers(
+            self._project(tokens.reshape(-1), features, rope), rope, self._cached_attention(cache, plan, only)
+        )
 
-    def _through(self, entered: Entered, table: tuple[Tensor, Tensor], attended: Attention) -> Tensor:
+    def _run_layers(self, entered: Projected, table: tuple[Tensor, Tensor], attended: Attention) -> Tensor:
         """Run all layers, from the projections of the first. Returns the rows [n, H] fp32 of the last layer."""
         x = layer_output(self, *attended(0, *entered))
         for place, layer in enumerate(self.upper, 1):
             x = layer_output(layer, *attended(place, *layer.project(x, table)))
         return x if self.output_norm is None else self.output_norm(x).float()
 
-    def _step(self, cache: KVCache, plan: Plan) -> NativeStep | None:
+    def _native_step(self, cache: KVCache, plan: Plan) -> NativeStep | None:
         """Return the layers as a C++ step (`decoding/models/native.py`), or None if that cannot run this plan."""
         layers = [self, *self.upper]
         products = tuple(getattr(layer, name) for layer in layers for name in PRODUCTS)
@@ -324,7 +326,7 @@ class FeatureLayer(FeatureReader):
         near = self.window is None or plan.span <= self.window
         return step if step is not None and near and not any(cache.skipped) and step.supports(cache, plan) else None
 
-    def _computed(
+    def _run_native(
         self,
         step: NativeStep,
         tokens: Tensor,
@@ -333,6 +335,7 @@ class FeatureLayer(FeatureReader):
         plan: Plan,
         last: list[int] | None,
     ) -> Tensor:
+        """`_layer` in one C++ call, which computes all rows."""
         residual, entered = self.layer_input(self.seen(tokens, plan).reshape(-1), features)
         x = (residual.clone() if residual is features else residual).contiguous()  # the step changes x in place
         normed, _ = step.forward(x, cache, plan, self._rope_for(cache.capacity), entered=entered)
@@ -346,18 +349,18 @@ class FeatureLayer(FeatureReader):
         """Tokens [B, T] of a plan's rows in the form that `layer_input` reads."""
         return tokens
 
-    def _cached(self, cache: KVCache, plan: Plan, only: tuple[Tensor, Plan] | None = None) -> Attention:
+    def _cached_attention(self, cache: KVCache, plan: Plan, only: tuple[Tensor, Plan] | None = None) -> Attention:
         """Attention that writes the keys and values of each layer to the cache, and attends to it.
 
         With `only`, the other rows of the last layer are not computed: indices of its rows, and their plan.
         """
         batch = len(plan.positions)
         # In a single layer no other row attends. Masking all rows of a long prompt would be quadratic.
-        every = plan if only is not None and self.layers == 1 else self._masked(cache, plan)
+        whole = plan if only is not None and self.layers == 1 else self._masked(cache, plan)
 
         def attended(place: int, residual: Tensor, pairs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
             cache.write(place, pairs, plan)
-            seen = every
+            seen = whole
             if only is not None and place + 1 == self.layers:
                 kept, seen = only
                 query, residual = query[kept], residual[kept]
@@ -369,7 +372,7 @@ class FeatureLayer(FeatureReader):
         dtype = cache.store.dtype
         return plan.with_window(self.window, dtype).without_slots(cache.skipped, dtype)
 
-    def _part(self, cache: KVCache, plan: Plan, first: list[int], count: int = 1) -> tuple[Tensor, Plan]:
+    def _rows_from(self, cache: KVCache, plan: Plan, first: list[int], count: int = 1) -> tuple[Tensor, Plan]:
         """Indices of `count` rows of each sequence from row first[b] on, among all rows of a plan, and their plan."""
         rows, store = plan.positions.shape[1], cache.store
         kept = torch.tensor([b * rows + row + i for b, row in enumerate(first) for i in range(count)])
@@ -394,10 +397,12 @@ class FeatureLayer(FeatureReader):
         only = None
         if last is not None:
             only = torch.arange(batch, device=last.device) * rows + last, self._masked(cache, plan.row(last))
-        return self._through(self._project(tokens.flatten(), features, table), table, self._cached(cache, plan, only))
+        return self._run_layers(
+            self._project(tokens.flatten(), features, table), table, self._cached_attention(cache, plan, only)
+        )
 
-    def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> Entered:
-        """Map rows of tokens [N] and features [N, H] to what the first layer's attention reads."""
+    def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> Projected:
+        """Project rows of tokens [N] and features [N, H] for the first layer."""
         residual, inputs = self.layer_input(tokens, features)
         qkv = self.rotated(inputs, table)
         return residual, qkv[:, self.heads :], qkv[:, : self.heads]

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,25 +119,37 @@ class Layout:
         parts = [slice(first, None, step) for first in range(step)]
         return [(part, low[part].contiguous(), high[part].contiguous()) for part in parts]
 
-    def _parts(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield groups of (document, first row, last row + 1).
+    def _parts(self) -> Iterator[list[RowRange]]:
+        """Yield groups of pieces.
 
         Each group has at most BLOCK padded scores per head, or consists of one piece of at most ROWS rows.
         """
         limit = BLOCK["cpu" if torch.device(self.device).type == "cpu" else "cuda"]
-        group: list[tuple[int, int, int]] = []
+        group: list[RowRange] = []
         height = width = 0
         for document, ((s0, s1), (r0, r1)) in enumerate(zip(self.slots, self.rows, strict=True)):
             most = max(ROWS, limit // (s1 - s0))
             for start in range(r0, r1, most) or [r0]:  # a document without rows keeps its place
-                piece = (document, start, min(start + most, r1))
-                height, width = max(height, piece[2] - start), max(width, s1 - s0)
+                piece = RowRange(document, start, min(start + most, r1))
+                height, width = max(height, piece.rows), max(width, s1 - s0)
                 if group and height * width * (len(group) + 1) > limit:
                     yield group
-                    group, height, width = [], piece[2] - start, s1 - s0
+                    group, height, width = [], piece.rows, s1 - s0
                 group.append(piece)
         if group:
             yield group
+
+
+class RowRange(NamedTuple):
+    """Query rows `start` to `stop` − 1 of a document."""
+
+    document: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
 
 
 class _Block:
@@ -149,17 +161,18 @@ class _Block:
         at: [B, R, 1] slot of every row within its document.
     """
 
-    def __init__(self, layout: Layout, part: list[tuple[int, int, int]], keep: bool):
+    def __init__(self, layout: Layout, part: list[RowRange], keep: bool):
         self.count, device = len(part), layout.device
-        slots = [layout.slots[document] for document, _, _ in part]
-        _, first, last = part[-1]
-        if last > first:  # half of the scores of a cut document lie beyond the diagonal
-            slots[-1] = (slots[-1][0], slots[-1][0] + layout.at[last - 1] + 1)
-        self.height = max(1, *(stop - start for _, start, stop in part))
+        slots = [layout.slots[piece.document] for piece in part]
+        last = part[-1]
+        if last.rows:  # half of the scores of a cut document lie beyond the diagonal
+            slots[-1] = (slots[-1][0], slots[-1][0] + layout.at[last.stop - 1] + 1)
+        counts = [piece.rows for piece in part]
+        self.height = max(1, *counts)
         self.width = max(stop - start for start, stop in slots)
-        self.rows = slice(part[0][1], part[-1][2])
+        self.rows = slice(part[0].start, last.stop)
         self.slots = slice(slots[0][0], slots[-1][1])
-        row_places = _places([stop - start for _, start, stop in part], self.height)
+        row_places = _places(counts, self.height)
         at = self._padded(row_places, torch.tensor(layout.at[self.rows], dtype=torch.long))
         self.at = at.to(device)
         reach = layout.reach

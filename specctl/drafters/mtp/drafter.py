@@ -12,7 +12,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.family import HeadFamily
 from specctl.drafters.feature.drafter import FeatureDrafter
 from specctl.drafters.feature.head import head_config
-from specctl.drafters.feature.layer import Entered
+from specctl.drafters.feature.layer import Projected
 from specctl.drafters.mtp import layouts
 from specctl.drafters.mtp.head import MtpConfig, MtpHead
 from specctl.drafters.mtp.layouts import LAYOUTS, NativeLayer
@@ -49,7 +49,7 @@ class MtpDrafter(FeatureDrafter):
     def seen(self, tokens: Tensor, plan: Plan) -> Tensor:
         return tokens.masked_fill(plan.positions == 0, UNSEEN) if self.ignores_first_token else tokens
 
-    def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> Entered:
+    def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> Projected:
         if self.ignores_first_token:
             tokens = tokens.masked_fill(Rope.at_start(table), UNSEEN)
         return super()._project(tokens, features, table)

@@ -79,12 +79,12 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         batch, masks = len(tokens), self.depths - 1
         counts = [len(row) for row in tokens]
         width = len(tapped) // batch + masks
-        said = torch.tensor([row + [self.mask_token] * (width - len(row)) for row in tokens], device=self.device)
+        padded = torch.tensor([row + [self.mask_token] * (width - len(row)) for row in tokens], device=self.device)
         known = F.pad(tapped.unflatten(0, (batch, -1)), (0, 0, 0, masks))
         unknown = torch.arange(width, device=self.device) >= torch.tensor(counts, device=self.device)[:, None]
         features = self.feature(torch.where(unknown[..., None], self.mask_hidden, known).flatten(0, 1))
         plan = plan_rows(starts, width, device=self.device, dtype=cache.store.dtype)
-        return self._pass(said, features, cache, plan, [max(count - 1, 0) for count in counts]).view(batch, -1)
+        return self._pass(padded, features, cache, plan, [max(count - 1, 0) for count in counts]).view(batch, -1)
 
     def read_at(self, new: CommittedSlots, cache: KVCache, span: int) -> Tensor:
         masks, width = self.depths - 1, new.tokens.shape[1] + self.depths - 1
@@ -108,9 +108,9 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         """
         rope = cache.rope or self._rope_for(cache.capacity)
         table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
-        only = None if last is None else self._part(cache, plan, last, self.depths)
+        only = None if last is None else self._rows_from(cache, plan, last, self.depths)
         entered = self._project(tokens.flatten(), features, table)
-        return self._through(entered, table, self._cached(cache, plan, only))
+        return self._run_layers(entered, table, self._cached_attention(cache, plan, only))
 
     def blocks_at(self, state: DecodeState, live: list[int], slots: list[list[int]], depths: int) -> Tensor:
         assert state.features is not None
@@ -141,7 +141,7 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
             return residual, attend_all(query, keys, values, mask)
 
         entered = self._project(tokens.flatten(), self.feature(features.flatten(0, 2)), table)
-        return self.norm(self._through(entered, table, attended)).view(many, width, depths, -1)
+        return self.norm(self._run_layers(entered, table, attended)).view(many, width, depths, -1)
 
 
 class PEagleFamily(HeadFamily):
