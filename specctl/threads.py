@@ -162,12 +162,12 @@ def requested_threads(environ: Mapping[str, str]) -> int | None:
     return int(first) if first.isdecimal() and int(first) else None
 
 
-def cores(root: Path = ROOT) -> int:
+def cores() -> int:
     """Return the number of cores that this process may use, busy or not.
 
     Its affinity and its quota can be narrower than the machine.
     """
-    return max(1, int(min(len(usable_cpus()), quota(root))))
+    return max(1, int(min(len(usable_cpus()), quota())))
 
 
 def usable_cpus() -> frozenset[int]:

@@ -116,14 +116,14 @@ def difference_interval(
     return bootstrap(lambda counts: own(counts) - other(counts), len(set(prompts)))
 
 
-def bootstrap(statistic: Statistic, prompts: int, *, seed: int = 0) -> Interval | None:
+def bootstrap(statistic: Statistic, prompts: int) -> Interval | None:
     """Percentile interval at LEVEL over prompts drawn with replacement (Efron & Tibshirani 1993, chapter 13).
 
     Repeats of one prompt (seeds) are drawn together. Returns None for fewer than two prompts.
     """
     if prompts < 2:
         return None
-    counts = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES)
+    counts = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES)
     with np.errstate(divide="ignore", invalid="ignore"):
         values = statistic(counts.astype(np.float64))
     values = values[np.isfinite(values)]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specctl.decoding.metrics import Interval
+from specctl.decoding.metrics import LEVEL, Interval
 from specctl.lab.recorded.hindsight import Hindsight, Ints, PlayedGame
 from specctl.lab.recorded.replay import Replay
 from specctl.measuring.measured import Measured, columns
@@ -14,20 +14,21 @@ from specctl.selection.game.rules import Rules
 from specctl.selection.policies.policy import Array
 
 
-def bootstrap_ratio(
-    top: Array, bottom: Array, seed: int = 0, draws: int = 1000, level: float = 0.95
-) -> Interval | None:
-    """Percentile interval of Σ top ÷ Σ bottom, [S, G] each, or None for a single cell. Seeds and games are both drawn
-    with replacement, so the interval covers other draws of the policy as well as other prompts (the pigeonhole
-    bootstrap, Owen 2007; if seeds differ between games by chance alone, it is a little too wide)."""
+def bootstrap_ratio(top: Array, bottom: Array) -> Interval | None:
+    """Percentile interval at LEVEL of Σ top ÷ Σ bottom, [S, G] each, or None for a single cell.
+
+    Seeds and games are both drawn with replacement, so the interval covers other draws of the policy as well as other
+    prompts (the pigeonhole bootstrap, Owen 2007; if seeds differ between games by chance alone, it is a little too
+    wide).
+    """
     seeds, games = top.shape
     if seeds == games == 1:
         return None
-    draw = np.random.default_rng(seed)
-    rows, columns = (draw.multinomial(n, np.full(n, 1 / n), size=draws).astype(float) for n in (seeds, games))
+    draw = np.random.default_rng(0)
+    rows, columns = (draw.multinomial(n, np.full(n, 1 / n), size=1000).astype(float) for n in (seeds, games))
     with np.errstate(divide="ignore", invalid="ignore"):  # games without a round
         ratios = ((rows @ top) * columns).sum(axis=1) / ((rows @ bottom) * columns).sum(axis=1)
-    low, high = np.quantile(ratios[np.isfinite(ratios)], [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(ratios[np.isfinite(ratios)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 

@@ -31,7 +31,7 @@ def exponential_weights(L: Numbers, eta: float) -> Numbers:
     return normalized(exp(eta * (least - loss)) for loss in L)
 
 
-def normalizer(u: Numbers, N: int, start: float, tolerance: float = 1e-9) -> float:
+def normalizer(u: Numbers, N: int, start: float) -> float:
     """The y ≥ 1 with mean exp(u y) = e, for N numbers u in [0, 1] with maximum 1; `start` is a guess.
 
     Zeros may be left out of `u`: exp(0 y) = 1, and mostly few arms of many have a positive regret.
@@ -46,7 +46,7 @@ def normalizer(u: Numbers, N: int, start: float, tolerance: float = 1e-9) -> flo
         e = [exp(x * y) for x in u]
         total = sum(e) + zeros
         excess = log(total / N) - 1
-        if abs(excess) <= tolerance:
+        if abs(excess) <= 1e-9:
             break
         y = min(max(y - excess * total / dot(u, e), 1.0), high)
     return y
