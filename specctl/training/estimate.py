@@ -210,10 +210,8 @@ class PlannedTraining:
         self, recipe: TrainRecipe, outline: Outline, machine: Machine, texts: Texts, loads_layers: bool = True
     ):
         self.recipe, self.outline, self.machine = recipe, outline, machine
-        self.loads_layers, self.loaded = (
-            loads_layers,
-            outline.parameters if loads_layers else outline.non_layer_parameters,
-        )
+        self.loads_layers = loads_layers
+        self.loaded = outline.parameters if loads_layers else outline.non_layer_parameters
         self.drafter = outline.drafter(recipe)
         self.parameters = sum(p.numel() for p in self.drafter.parameters())
         self.whole = sample(texts, min(recipe.max_length, outline.context_length))

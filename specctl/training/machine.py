@@ -18,7 +18,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Device:
-    """Data-sheet values of a device: peak dense bf16 TFLOP/s, memory in GB, and its bandwidth in TB/s.
+    """Data-sheet values of a device: peak dense bf16 TFLOP/s, and memory in GB.
 
     NaN stands for a value that is taken from this machine. `utilisation` is the share of the peak that training is
     assumed to reach.
@@ -26,19 +26,18 @@ class Device:
 
     tflops: float
     memory_gb: float
-    bandwidth: float
     utilisation: float = 0.3
 
 
 DEVICES = {
-    "a100-40g": Device(312, 40, 1.555),
-    "a100-80g": Device(312, 80, 2.039),
-    "h100-80g": Device(989, 80, 3.35),
-    "h200": Device(989, 141, 4.8),
-    "l40s": Device(362, 48, 0.864),
-    "rtx4090": Device(165, 24, 1.008),
+    "a100-40g": Device(312, 40),
+    "a100-80g": Device(312, 80),
+    "h100-80g": Device(989, 80),
+    "h200": Device(989, 141),
+    "l40s": Device(362, 48),
+    "rtx4090": Device(165, 24),
     # One core with AVX512-BF16; the utilization is measured with a head for the built-in target.
-    "cpu": Device(0.4, math.nan, math.nan, 0.07),
+    "cpu": Device(0.4, math.nan, 0.07),
 }
 """Devices by the names of `resources.gpu`."""
 PRODUCTS = {"A100": "a100-80g", "H100": "h100-80g", "H200": "h200", "L40S": "l40s", "RTX 4090": "rtx4090"}
