@@ -57,11 +57,11 @@ def main() -> None:
     try:
         from specctl.cli.main import run
     except BaseException as error:
-        told = interrupts.signal_error(error)
-        if told is error:
+        shown = interrupts.signal_error(error)
+        if shown is error:
             raise
-        print(f"error: {told}", file=sys.stderr)
-        sys.exit(getattr(told, "exit_code", 130))
+        print(f"error: {shown}", file=sys.stderr)
+        sys.exit(getattr(shown, "exit_code", 130))
     codes.append(run(sys.argv[1:]))
     sys.exit(codes[0])
 

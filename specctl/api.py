@@ -203,9 +203,9 @@ def _execute_sliced(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str,
 
     count = recipe.target.tensor_parallel
     processes.join_group(count, pick_device(recipe.target.device))
-    told = recipe.model_dump(mode="json")
+    settings = recipe.model_dump(mode="json")
     if not processes.is_follower():
-        processes.check_same("their recipes", told)  # also a barrier: the other ranks have made their copies
+        processes.check_same("their recipes", settings)  # also a barrier: the other ranks have made their copies
         return _execute(command, recipe)
     with tempfile.TemporaryDirectory() as scratch:
         run, copy = Path(scratch) / "run", Path(scratch) / "copy"
@@ -214,7 +214,7 @@ def _execute_sliced(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str,
         if original is not None and original.is_dir():
             shutil.copytree(original, copy)
         copy.mkdir(exist_ok=True)
-        processes.check_same("their recipes", told)
+        processes.check_same("their recipes", settings)
         here = recipe.model_copy(update={"output_dir": copy})
         return _execute(command, here, run if isinstance(recipe, WriterRecipe) else copy)
 

@@ -173,8 +173,8 @@ def accepts_less(before: Sequence[DraftCounters], after: Sequence[DraftCounters]
 def acceptance(texts: Sequence[ServedText], since: float = 0.0) -> Acceptance:
     """Acceptance of the texts that were begun at `since` (seconds since 1970) or later, as far as the engine reports
     it. Texts with an unknown start count, too."""
-    told = [text.drafting for text in texts if text.drafting and (text.began >= since or not text.began)]
-    return Acceptance.of((one.accepted, one.accepted + _rejections(one)) for one in told)
+    drafting = [text.drafting for text in texts if text.drafting and (text.began >= since or not text.began)]
+    return Acceptance.of((one.accepted, one.accepted + _rejections(one)) for one in drafting)
 
 
 def _rejections(drafting: DraftCounters) -> int:

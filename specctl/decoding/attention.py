@@ -42,5 +42,5 @@ def _answers(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int
 
 def serves_pages(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
     """Whether the kernel reads pages as the reference does, on a GPU with Triton."""
-    said = "KV caches on {} are contiguous, not paged"
-    return passes(said, attention_mismatch, device, dtype, (heads, kv_heads, dim), True)
+    warning = "KV caches on {} are contiguous, not paged"
+    return passes(warning, attention_mismatch, device, dtype, (heads, kv_heads, dim), True)

@@ -175,10 +175,10 @@ class Engine:
             self.clock.decoded()
         if processes.group_size() > 1:
             processes.check_same("the texts", [(text.ids[text.reported :], text.stop) for text in self.texts.values()])
-        told = list(self._events())
+        events = list(self._events())
         if not self.busy:
             self._free_batch()
-        return told
+        return events
 
     def abandon(self) -> None:
         """Drop all sequences without events, after an error."""

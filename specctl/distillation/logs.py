@@ -98,10 +98,10 @@ class LoggedTurn(NamedTuple):
     @property
     def id(self) -> str:
         """Stable id: 32 hex digits over conversation and answer, so a response has the same id in every file."""
-        said = self.answer if self.messages or self.engine_ids is None else str(self.engine_ids)
-        said = f"{self.thinking}\0{said}" if self.thinking else said
-        said = f"{said}\0{json.dumps(self.calls, sort_keys=True)}" if self.calls else said
-        return hashlib.sha256(f"{self.prompt_id}/{said}".encode()).hexdigest()[:32]
+        content = self.answer if self.messages or self.engine_ids is None else str(self.engine_ids)
+        content = f"{self.thinking}\0{content}" if self.thinking else content
+        content = f"{content}\0{json.dumps(self.calls, sort_keys=True)}" if self.calls else content
+        return hashlib.sha256(f"{self.prompt_id}/{content}".encode()).hexdigest()[:32]
 
 
 def turns(row: dict[str, Any]) -> list[LoggedTurn]:
@@ -324,17 +324,17 @@ def _stop(choice: dict[str, Any], request: dict[str, Any], *, calls: bool = Fals
         return "length"
     if ended not in ENDED_REASONS and ended not in TOOL_CALL_REASONS:
         raise ValueError(f"has the unknown finish reason {ended!r:.40}")
-    said = [choice[name] for name in ("stop_reason", "matched_stop") if name in choice]
-    if not said:
+    matched = [choice[name] for name in ("stop_reason", "matched_stop") if name in choice]
+    if not matched:
         return "length" if request.get("stop") and ended not in TOOL_CALL_REASONS else "stop"
     stops = request.get("stop_token_ids")
     own = stops if isinstance(stops, list) else []
-    return "length" if any(isinstance(one, str) or one in own for one in said) else "stop"
+    return "length" if any(isinstance(one, str) or one in own for one in matched) else "stop"
 
 
 def _temperature(request: dict[str, Any]) -> float:
-    said = request.get("temperature")
-    return float(said) if isinstance(said, (int, float)) else UNKNOWN
+    value = request.get("temperature")
+    return float(value) if isinstance(value, (int, float)) else UNKNOWN
 
 
 def _turn_from_messages(request: dict[str, Any], response: dict[str, Any]) -> LoggedTurn:

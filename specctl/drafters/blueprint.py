@@ -90,8 +90,8 @@ def build_or_raise(make: Callable[[], Made]) -> Made:
     except CheckpointError:
         raise
     except Exception as error:  # any exception that a model class raises for untested sizes
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise config_error(CONFIG, "architecture", f"describes a module that cannot be built ({said})") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise config_error(CONFIG, "architecture", f"describes a module that cannot be built ({reason})") from error
 
 
 def check_tensors(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -98,7 +98,7 @@ class ServerChoice:
     decide_us: float | None = None
 
 
-def text_counts(engine: str, path: str, said: Mapping[str, Any]) -> TextCounts | None:
+def text_counts(engine: str, path: str, answer: Mapping[str, Any]) -> TextCounts | None:
     """Counters in an answer, or in the fields of a stream that `counters` collected.
 
     Returns None if the stream broke off, and on paths where this engine never reports draft counters.
@@ -106,13 +106,13 @@ def text_counts(engine: str, path: str, said: Mapping[str, Any]) -> TextCounts |
     if path not in COUNTED_PATHS[engine]:
         return None
     field, key = COUNTS_AT[engine]
-    about = said.get(field)
+    about = answer.get(field)
     tokens = about.get(key) if isinstance(about, dict) else None
     if not isinstance(about, dict) or type(tokens) is not int or not 1 <= tokens <= LONGEST_TEXT:
         return None
     if engine == llamacpp.NAME:  # it leaves the counters out of answers without a draft
-        return TextCounts(tokens, llamacpp.own_drafting(said) or DraftCounters())
-    return TextCounts(tokens, sglang.own_drafting(about) if engine == sglang.NAME else vllm.own_drafting(said))
+        return TextCounts(tokens, llamacpp.own_drafting(answer) or DraftCounters())
+    return TextCounts(tokens, sglang.own_drafting(about) if engine == sglang.NAME else vllm.own_drafting(answer))
 
 
 def counters(piece: Any) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def joined(pieces: Sequence[Any]) -> dict[str, Any]:
         choice["message"]["tool_calls"] = calls
     if any("token_ids" in one for one in choices):
         choice["token_ids"] = [token for one in choices for token in one.get("token_ids") or []]
-    said = [*pieces, *choices]
-    prompt = next((one["prompt_token_ids"] for one in said if one.get("prompt_token_ids")), None)
+    parts = [*pieces, *choices]
+    prompt = next((one["prompt_token_ids"] for one in parts if one.get("prompt_token_ids")), None)
     metrics = next((one["metrics"] for one in pieces if one.get("metrics")), None)
     return {"choices": [choice], "prompt_token_ids": prompt, "metrics": metrics}

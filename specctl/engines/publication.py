@@ -98,8 +98,8 @@ async def publish(places: Sequence[PublicationServer], directory: Path, version:
         try:
             seconds = await _swap(place, drafter, version, now)
         except SwapFailed as stopped:
-            told = await _put_back([*changed, *([(place, now)] if stopped.changed else [])])
-            raise EngineError(f"{place.url}: {stopped.error.message}{told}", stopped.error.hint) from stopped
+            outcome = await _put_back([*changed, *([(place, now)] if stopped.changed else [])])
+            raise EngineError(f"{place.url}: {stopped.error.message}{outcome}", stopped.error.hint) from stopped
         except BaseException:  # a signal
             await _put_back([*changed, (place, now)])
             raise
@@ -123,14 +123,14 @@ async def _swap(place: PublicationServer, drafter: ExportedDrafter, version: str
     Raises Stopped.
     """
     publisher, changed = place.publisher, False
-    started, told = time.perf_counter(), None
+    started, reported = time.perf_counter(), None
     failed: EngineError | MalformedResponse | None = None
     after: list[AdminCall] = []
     try:
         for call in publisher.swap_calls(drafter, version, now):
             changed = changed or call.changes
             try:
-                told = publisher.check_response(call, await place.call(call)) or told
+                reported = publisher.check_response(call, await place.call(call)) or reported
             except EngineError as error:
                 if call.after and isinstance(error, NoResponse):
                     after.append(call.after)
@@ -148,12 +148,12 @@ async def _swap(place: PublicationServer, drafter: ExportedDrafter, version: str
     if failed is not None:
         why = EngineError(str(failed), getattr(failed, "hint", None))
         raise SwapFailed(why, changed and not isinstance(failed, DrafterRejected)) from failed
-    return time.perf_counter() - started if told is None else told
+    return time.perf_counter() - started if reported is None else reported
 
 
 async def _put_back(changed: Sequence[tuple[PublicationServer, LoadedDrafter]]) -> str:
     """Give servers their previous drafters back. Returns the end of an error message, which reports the outcome."""
-    told = []
+    outcomes = []
     for place, old in reversed(changed):
         what = old.version or "the drafter that it was started with"
         try:
@@ -163,10 +163,10 @@ async def _put_back(changed: Sequence[tuple[PublicationServer, LoadedDrafter]]) 
             if old.fingerprint not in ("", drafter.fingerprint):
                 raise EngineError(f"{old.directory} has changed since then")
             await _swap(place, drafter, old.version, old)
-            told.append(f"{place.url} drafts with {what} again")
+            outcomes.append(f"{place.url} drafts with {what} again")
         except (SwapFailed, SpecctlError) as error:
-            told.append(f"{place.url} could not be switched back to {what} ({error})")
-    return "".join(f"; {one}" for one in told)
+            outcomes.append(f"{place.url} could not be switched back to {what} ({error})")
+    return "".join(f"; {one}" for one in outcomes)
 
 
 def with_address(place: PublicationServer, error: EngineError | MalformedResponse) -> EngineError:

@@ -334,5 +334,5 @@ class WeightUpdateDialect(Protocol):
         EngineError if the engine refused; MalformedResponse.
         """
 
-    def error_for_status(self, call: AdminCall, status: int, said: str) -> EngineError:
+    def error_for_status(self, call: AdminCall, status: int, text: str) -> EngineError:
         """The error that a status other than 200 means."""

@@ -285,13 +285,13 @@ def check_response(call: AdminCall, document: Any) -> float | None:
     return None
 
 
-def error_for_status(call: AdminCall, status: int, said: str) -> EngineError:
+def error_for_status(call: AdminCall, status: int, text: str) -> EngineError:
     """The error for a status other than 200, or for a reported failure."""
     if status == 404:
         return EngineError(f"it does not have {call.path}", f"{VERSION} has it")
-    if "already open" in said:
+    if "already open" in text:
         return EngineError(
             "another update of its weights is in progress",
             f"if the process that began it has died: POST {END_UPDATE.path}, then {RESUME.path}",
         )
-    return EngineError(f"{call.path} failed (status {status}): {said}")
+    return EngineError(f"{call.path} failed (status {status}): {text}")

@@ -68,8 +68,8 @@ def parse_answer(document: Any, ask: GenerationRequest) -> GenerationResult:
 def own_drafting(document: Mapping[str, Any]) -> DraftCounters | None:
     """The draft counters that --per-request-spec-decode-metrics adds to a response."""
     try:
-        said = document["metrics"]["speculative_decoding"]
-        return DraftCounters.of_histogram(said["acceptance_histogram"], said["num_draft_tokens"])
+        counters = document["metrics"]["speculative_decoding"]
+        return DraftCounters.of_histogram(counters["acceptance_histogram"], counters["num_draft_tokens"])
     except (KeyError, TypeError):
         return None
 
@@ -194,17 +194,17 @@ def check_response(call: AdminCall, document: Any) -> float | None:
     return max((time for time in times if isinstance(time, float)), default=None)
 
 
-def error_for_status(call: AdminCall, status: int, said: str) -> EngineError:
+def error_for_status(call: AdminCall, status: int, text: str) -> EngineError:
     if status == 404:
         return EngineError(
             f"it does not have {RPC}",
             "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, on a private port only",
         )
-    if "drafter_" in said and ("no attribute" in said or "not implemented" in said):
+    if "drafter_" in text and ("no attribute" in text or "not implemented" in text):
         return EngineError(
             "it runs without specctl's worker extension", f"start vLLM with --worker-extension-cls {EXTENSION}"
         )
-    return EngineError(f"status {status}: {said}")
+    return EngineError(f"status {status}: {text}")
 
 
 def _call(method: str, *arguments: str | None, changes: bool = False) -> AdminCall:

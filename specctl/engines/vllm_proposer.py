@@ -69,9 +69,9 @@ class RequestText:
         self.ids += text[len(self.ids) :].tolist()
         self.text, self.draft_room = text.copy(), longest - len(text) - 1
         for trust, offer in zip(self.trust, self.proposals, strict=False):
-            for token, claim, said in zip(offer.tokens, offer.probabilities, self.ids[self.end :], strict=False):
-                trust.learn(claim, token == said)
-                if token != said:
+            for token, claim, written in zip(offer.tokens, offer.probabilities, self.ids[self.end :], strict=False):
+                trust.learn(claim, token == written)
+                if token != written:
                     break
         self.proposals, self.end = [], len(self.ids)
 

@@ -29,15 +29,15 @@ def kinds(architecture: Mapping[str, Any]) -> list[str]:
 
 def causal_layers(architecture: Mapping[str, Any]) -> list[bool]:
     """For each layer of a head, whether rows of a block attend only to rows up to themselves."""
-    said = architecture.get(CAUSAL)
-    return [kind == SLIDING if said is None else said for kind in kinds(architecture)]
+    declared = architecture.get(CAUSAL)
+    return [kind == SLIDING if declared is None else declared for kind in kinds(architecture)]
 
 
 def keys(architecture: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a configuration that both vLLM and SGLang read."""
-    window, said = architecture.get(WINDOW), architecture.get(CAUSAL)
+    window, declared = architecture.get(WINDOW), architecture.get(CAUSAL)
     attention = {TYPES: kinds(architecture), "use_sliding_window": window is not None, WINDOW: window}
-    return attention if said is None else attention | {CAUSAL: said}
+    return attention if declared is None else attention | {CAUSAL: declared}
 
 
 def nested_causal(architecture: Mapping[str, Any]) -> dict[str, bool]:
@@ -56,10 +56,10 @@ def read(found: HeadDirectory, config: Mapping[str, Any], layers: int, block_siz
     types = _types(found, config, layers)
     causal = [kind == SLIDING for kind in types]
     for key in ("causal", CAUSAL):  # the last one wins
-        said = config.get(key)
-        if said not in (None, True, False):
-            raise found.invalid(key, said, "must be true or false")
-        causal = causal if said is None else [bool(said)] * layers
+        declared = config.get(key)
+        if declared not in (None, True, False):
+            raise found.invalid(key, declared, "must be true or false")
+        causal = causal if declared is None else [bool(declared)] * layers
     if config.get("use_swa") and SLIDING not in types:
         types = [SLIDING] * layers
     fields: dict[str, Any] = {}
@@ -88,9 +88,9 @@ def _types(found: HeadDirectory, config: Mapping[str, Any], layers: int) -> list
 
 def sglang_notes(config: Mapping[str, Any], architecture: Mapping[str, Any]) -> list[str]:
     """Note about keys that only vLLM reads, if SGLang drafts otherwise without them."""
-    said, forced = config.get(CAUSAL), config.get("use_swa") and SLIDING not in (config.get(TYPES) or ())
+    declared, forced = config.get(CAUSAL), config.get("use_swa") and SLIDING not in (config.get(TYPES) or ())
     types = [FULL] * architecture["num_layers"] if forced else kinds(architecture)
-    causal = [kind == SLIDING if said is None else said for kind in types]
+    causal = [kind == SLIDING if declared is None else declared for kind in types]
     wrong = ["dflash_config.use_swa"] if types != kinds(architecture) else []
     if config.get("causal") is not None and causal != causal_layers(architecture):
         wrong.append("dflash_config.causal")

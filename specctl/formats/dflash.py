@@ -197,36 +197,38 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     known = [READ[name] for name in config.get("architectures") or [] if name in READ]
     if len(known) != 1:
         raise found.invalid("architectures", config.get("architectures"), f"must be one of {', '.join(READ)}")
-    said = {**config, **nested}  # both engines let dflash_config override the top level
-    layers = said.get(LAYERS) or said.get("dspark_target_layer_ids")
+    declared = {**config, **nested}  # both engines let dflash_config override the top level
+    layers = declared.get(LAYERS) or declared.get("dspark_target_layer_ids")
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise found.invalid(
             LAYERS, layers, "must be the list of layers with the outputs that the head reads, counted from 0"
         )
-    mask = next((said[key] for key in ("mask_token_id", "dspark_noise_token_id") if said.get(key) is not None), None)
+    mask = next(
+        (declared[key] for key in ("mask_token_id", "dspark_noise_token_id") if declared.get(key) is not None), None
+    )
     spark = known[0] == DSPARK
-    anchor = said.get("sample_from_anchor", spark)
+    anchor = declared.get("sample_from_anchor", spark)
     if anchor is not spark or config.get("dspark_bonus_anchor") not in (None, not anchor):
         raise found.invalid("sample_from_anchor", anchor, f"must be {spark} for a {config['architectures'][0]}")
     local = known[0] == DFLASH2
     block = Block(
         taps=tuple(layer + 1 for layer in layers),
-        block_size=said.get("block_size", said.get("dspark_block_size")),
+        block_size=declared.get("block_size", declared.get("dspark_block_size")),
         sample_from_anchor=anchor,
         mask_token_id=mask,
-        markov_rank=said.get("markov_rank", said.get("dspark_markov_rank")) if spark else 0,
-        **({key: said.get(key) for key in DFLASH2_KEYS} if local else {}),
+        markov_rank=declared.get("markov_rank", declared.get("dspark_markov_rank")) if spark else 0,
+        **({key: declared.get(key) for key in DFLASH2_KEYS} if local else {}),
     )
     block = checked_block(found, facts, block, local=local)
     for key in ("conv_kernel_size", "selector_rank") if not local else ():
-        if said.get(key):
-            raise found.invalid(key, said[key], f"must be missing: only a {ARCHITECTURES[DFLASH2]} has it")
+        if declared.get(key):
+            raise found.invalid(key, declared[key], f"must be missing: only a {ARCHITECTURES[DFLASH2]} has it")
     # vLLM reads `causal` inside dflash_config only.
-    outer, said = config.get("causal"), said | {"causal": nested.get("causal")}
-    head = read_parts(found, said, block, facts)
+    outer, declared = config.get("causal"), declared | {"causal": nested.get("causal")}
+    head = read_parts(found, declared, block, facts)
     if outer is not None and {*block_attention.causal_layers(head.architecture)} != {outer}:
         raise found.invalid("causal", outer, "must be in dflash_config, where vLLM reads it, or be named is_causal")
-    return replace(head, notes=(*head.notes, *block_attention.sglang_notes(said, head.architecture)))
+    return replace(head, notes=(*head.notes, *block_attention.sglang_notes(declared, head.architecture)))
 
 
 def serving(head: Head, to: str, use: Deployment) -> Serving:

@@ -205,10 +205,10 @@ def layer_count(found: HeadDirectory, config: Mapping[str, Any], *, stated: bool
     """
     places = (name.split(".")[1] for name in found.tensors if name.startswith("layers."))
     held = len({"0", *(place for place in places if place.isdecimal())})
-    said = config.get("num_hidden_layers", 1)
-    if (stated or held > 1) and said != held:
+    declared = config.get("num_hidden_layers", 1)
+    if (stated or held > 1) and declared != held:
         right = f"must be {held}, the number of layers in {found.file.name}"
-        raise found.invalid("num_hidden_layers", said, right)
+        raise found.invalid("num_hidden_layers", declared, right)
     return held
 
 
@@ -263,10 +263,10 @@ def taps(found: HeadDirectory, facts: TargetFacts) -> tuple[int, ...]:
 
 def draft_ids(found: HeadDirectory, rows: int, vocab_size: int) -> tuple[Tensor, list[str]]:
     """[Vd] target id of every draft token, and notes about the conversion."""
-    said = found.config.get("draft_vocab_size") or rows
-    if rows and said != rows:
+    declared = found.config.get("draft_vocab_size") or rows
+    if rows and declared != rows:
         raise found.invalid(
-            "draft_vocab_size", said, f"must be {rows}, the number of rows of lm_head.weight in {found.file.name}"
+            "draft_vocab_size", declared, f"must be {rows}, the number of rows of lm_head.weight in {found.file.name}"
         )
     d2t, t2d = found.tensors.get("d2t"), found.tensors.get("t2d")
     if d2t is None:

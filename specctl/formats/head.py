@@ -145,9 +145,9 @@ class TargetFacts:
         `identity` is incomplete.
         """
         for key, kind in (("name", str), ("hidden_size", int), ("num_layers", int), ("vocab_size", int)):
-            if not isinstance(said := identity.get(key), kind):
+            if not isinstance(declared := identity.get(key), kind):
                 raise CheckpointError(
-                    f"config.json of the drafter: target.{key} is {said!r:.60}", "copy the file again"
+                    f"config.json of the drafter: target.{key} is {declared!r:.60}", "copy the file again"
                 )
         name = name or str(identity["name"])
         options = {"revision": identity.get("revision"), **options}

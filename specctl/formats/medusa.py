@@ -87,10 +87,10 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
         name: medusa_hydra.without_padding_rows(tensor, vocab, facts) if name.endswith(".1.weight") else tensor
         for name, tensor in tensors.items()
     }
-    said = found.config.get(f"{prefix}num_heads", heads)
-    if said != heads:
+    declared = found.config.get(f"{prefix}num_heads", heads)
+    if declared != heads:
         notes.append(
-            f"config.json says {prefix}num_heads {said}, but {found.file.name} contains {heads} heads; all of "
+            f"config.json says {prefix}num_heads {declared}, but {found.file.name} contains {heads} heads; all of "
             "these are used"
         )
     return Head("medusa", medusa_hydra.shape(facts, heads, 1), fitted, tuple(notes))

@@ -89,8 +89,8 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int,
 def depths(config: Mapping[str, Any]) -> int:
     """Number of tokens that a head drafts in one pass, from its files or the default."""
     proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    said = config.get("num_depths") or proposals[0].get("speculative_tokens") or DEPTHS
-    return min(max(int(said), 2), 64)
+    declared = config.get("num_depths") or proposals[0].get("speculative_tokens") or DEPTHS
+    return min(max(int(declared), 2), 64)
 
 
 def _is_its_own(embedding: Tensor | None, facts: TargetFacts) -> bool:

@@ -144,19 +144,19 @@ def by_context(to: str, contexts: Mapping[tuple[int, int], Sequence[LengthRange]
     """Notes with the schedule of every bracket of prompt lengths (over, up to), and on what engine `to` cannot set."""
     if not contexts:
         return []
-    told = []
+    notes = []
     for (over, up_to), schedule in contexts.items():
         lengths = f"prompts of {over + 1} to {up_to} tokens"
         if not any(one.tokens for one in schedule):
-            told.append(f"{lengths}: serve them without a drafter")
+            notes.append(f"{lengths}: serve them without a drafter")
         elif to == "sglang":
-            told.append(f"{lengths}: --speculative-adaptive-config {json.dumps(adaptive_config(schedule))}")
+            notes.append(f"{lengths}: --speculative-adaptive-config {json.dumps(adaptive_config(schedule))}")
         else:
             value = [[one.first, one.last, one.tokens] for one in schedule]
-            told.append(f'{lengths}: "num_speculative_tokens_per_batch_size": {json.dumps(value)}')
+            notes.append(f'{lengths}: "num_speculative_tokens_per_batch_size": {json.dumps(value)}')
     return [
         f"{NOT_BY_CONTEXT[to]}: start one server per range of prompt lengths, with the schedule of that range",
-        *told,
+        *notes,
     ]
 
 

@@ -235,13 +235,13 @@ def _override(found: HeadDirectory, layer: dict[str, Any]) -> bool | None:
 
     Raises CheckpointError if the key is missing and matters.
     """
-    kind, said = found.config[TYPE], found.config.get(NON_CAUSAL)
-    if said not in (None, True, False):
-        raise found.invalid(NON_CAUSAL, said, "must be true or false")
-    if said is None and kind == dflash.DFLASH and SLIDING in (layer.get(block_attention.TYPES) or []):
+    kind, declared = found.config[TYPE], found.config.get(NON_CAUSAL)
+    if declared not in (None, True, False):
+        raise found.invalid(NON_CAUSAL, declared, "must be true or false")
+    if declared is None and kind == dflash.DFLASH and SLIDING in (layer.get(block_attention.TYPES) or []):
         right = "must be given, true or false: the default is true in vLLM and false in the package"
         raise found.invalid(NON_CAUSAL, "missing", right)
-    return None if kind == dflash.DSPARK else said is False
+    return None if kind == dflash.DSPARK else declared is False
 
 
 def serving(head: Head, to: str, use: Deployment) -> Serving:

@@ -311,19 +311,19 @@ def drafter_feedback(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Dr
         q = p_dense.new_zeros(rows, vocabulary).index_copy(1, ids, drafted)
         log_q = q.clamp_min(TINY).log()
         outside = torch.ones_like(p_dense).index_fill(1, ids, 0.0)
-        statistics = [
-            torch.minimum(p_dense, q).sum(-1),
-            (p_dense - q).clamp(min=0).sum(-1),
-            (p_dense * (log_p - log_q)).sum(-1),
-            -log_q.gather(1, x)[:, 0],
-            (q * (log_q - log_p)).sum(-1),
-            p_dense.gather(1, x)[:, 0],
-            q.gather(1, x)[:, 0],
-            (ids[scores.argmax(-1)] == best).to(q.dtype),
-            (p_dense * outside).sum(-1),
-        ]
-        fields.append(torch.stack(statistics).masked_fill(drafted.isnan().any(-1), torch.nan))
-    table = torch.stack(fields, 1) if fields else p_dense.new_zeros(9, 0, rows)
+        statistics = dict(
+            accept=torch.minimum(p_dense, q).sum(-1),
+            p_minus_q=(p_dense - q).clamp(min=0).sum(-1),
+            kl=(p_dense * (log_p - log_q)).sum(-1),
+            ce=-log_q.gather(1, x)[:, 0],
+            reverse_kl=(q * (log_q - log_p)).sum(-1),
+            p_x=p_dense.gather(1, x)[:, 0],
+            q_x=q.gather(1, x)[:, 0],
+            agree=(ids[scores.argmax(-1)] == best).to(q.dtype),
+            support_miss=(p_dense * outside).sum(-1),
+        )
+        fields.append(torch.stack([*statistics.values()]).masked_fill(drafted.isnan().any(-1), torch.nan))
+    table = torch.stack(fields, 1) if fields else p_dense.new_zeros(len(DrafterFeedback._fields) - 1, 0, rows)
     return DrafterFeedback(*(field.masked_fill(~p.valid, torch.nan) for field in (*table, entropy)))
 
 

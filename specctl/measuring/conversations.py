@@ -24,8 +24,8 @@ def next_turn(
     if not prompt.later_turns:
         return None
     answer = target.tokenizer.decode(list(output_ids), skip_special_tokens=True)
-    said = ({"role": "assistant", "content": answer}, {"role": "user", "content": prompt.later_turns[0]})
-    messages = [*prompt.messages, *said]
+    added = ({"role": "assistant", "content": answer}, {"role": "user", "content": prompt.later_turns[0]})
+    messages = [*prompt.messages, *added]
     turn = replace(
         prompt,
         id=prompt_id(messages, prompt.tools, prompt.options),

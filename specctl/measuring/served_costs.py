@@ -353,8 +353,8 @@ def caveats(sweep: Sweep, fits: Sequence[Fit], chosen: Sequence[TunedRange], *, 
         notes.append(f"the cost model is off by {', '.join(rough)}: measure loads in between, or more prompts")
     idle = [load for load in sweep.loads if load.batch < 0.75 * load.concurrency]
     if idle:
-        said = ", ".join(f"{load.batch:.0f} instead of {load.concurrency}" for load in idle)
-        notes.append(f"average requests in flight: {said}; more prompts (--limit) keep more in flight")
+        shortfalls = ", ".join(f"{load.batch:.0f} instead of {load.concurrency}" for load in idle)
+        notes.append(f"average requests in flight: {shortfalls}; more prompts (--limit) keep more in flight")
     return notes
 
 
@@ -398,15 +398,15 @@ def sweep_of(rows: Sequence[Row]) -> Sweep:
         drafting, plain = rows_of(rows, concurrency)
         if not plain:
             raise DataError("it has no baseline, so the time of a plain step is unknown", f"measure one: {SWEEP}")
-        untold = [row["domain"] for row in drafting if not row["mat"] or not row["acceptance_by_position"]]
-        if untold:
+        unreported = [row["domain"] for row in drafting if not row["mat"] or not row["acceptance_by_position"]]
+        if unreported:
             raise DataError(
-                f"the server reports no acceptance of drafts ({', '.join(untold)})",
+                f"the server reports no acceptance of drafts ({', '.join(unreported)})",
                 "it must run with a drafter; SGLang reports acceptance per request, vLLM in /metrics",
             )
         if any(row["token_s"] is None for row in [*drafting, *plain]):
             raise DataError("answers of one token have no time between tokens", "raise --max-new-tokens")
-        loads.append(load_of(concurrency, drafting, plain, (in_flight(drafting), in_flight(plain))))
+        loads.append(load_of(concurrency, drafting, plain, in_flight(drafting), in_flight(plain)))
         drafts += drafting
     if not loads:
         raise DataError("it has no rows", SWEEP)
@@ -431,10 +431,10 @@ def context_sweeps(rows: Sequence[Row], sweep: Sweep) -> list[ContextSweep]:
         loads, drafts, requests = [], [], []
         for load in sweep.loads:
             drafting, plain = rows_of(here, load.concurrency)
-            told = all(row["mat"] and row["acceptance_by_position"] for row in drafting)
-            if not (drafting and plain and told) or any(row["token_s"] is None for row in [*drafting, *plain]):
+            reported = all(row["mat"] and row["acceptance_by_position"] for row in drafting)
+            if not (drafting and plain and reported) or any(row["token_s"] is None for row in [*drafting, *plain]):
                 continue
-            loads.append(load_of(load.concurrency, drafting, plain, (load.batch, load.plain_batch)))
+            loads.append(load_of(load.concurrency, drafting, plain, load.batch, load.plain_batch))
             drafts += drafting
             requests.append(sum(row["requests"] for row in drafting))
         if len({round(load.batch) for load in loads}) > 1:
@@ -442,13 +442,14 @@ def context_sweeps(rows: Sequence[Row], sweep: Sweep) -> list[ContextSweep]:
     return found
 
 
-def load_of(concurrency: int, drafting: Sequence[Row], plain: Sequence[Row], batches: tuple[float, float]) -> Load:
-    """A load from the rows of both servers; `batches` are the average requests in flight, with and without drafts."""
+def load_of(concurrency: int, drafting: Sequence[Row], plain: Sequence[Row], batch: float, plain_batch: float) -> Load:
+    """A load from the rows of both servers; `batch` and `plain_batch` as in `Load`."""
     tokens = sum(row["tokens"] for row in plain)
     rounds = sum(row["tokens"] / row["mat"] for row in drafting)
     return Load(
         concurrency,
-        *batches,
+        batch,
+        plain_batch,
         step_s=sum(row["tokens"] * row["token_s"] for row in plain) / tokens,
         round_s=sum(row["tokens"] * row["token_s"] for row in drafting) / rounds,
         mat=sum(row["tokens"] for row in drafting) / rounds,
@@ -457,11 +458,11 @@ def load_of(concurrency: int, drafting: Sequence[Row], plain: Sequence[Row], bat
 
 def pooled_acceptance(rows: Sequence[Row]) -> tuple[int, list[float]]:
     """Draft length, and α of each position, from the acceptance of rows weighted by their rounds."""
-    told = [(row["tokens"] / row["mat"], row["acceptance_by_position"]) for row in rows]
-    drafted = max(len(shares) for _, shares in told)
-    rounds = sum(weight for weight, _ in told)
+    weighted = [(row["tokens"] / row["mat"], row["acceptance_by_position"]) for row in rows]
+    drafted = max(len(shares) for _, shares in weighted)
+    rounds = sum(weight for weight, _ in weighted)
     pooled = [
-        sum(weight * shares[place] for weight, shares in told if place < len(shares)) / rounds
+        sum(weight * shares[place] for weight, shares in weighted if place < len(shares)) / rounds
         for place in range(drafted)
     ]
     return drafted, conditional_acceptance(pooled)

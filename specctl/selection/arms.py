@@ -106,11 +106,13 @@ def trained_on(places: Mapping[str, str], target: Target, drafters: Mapping[str,
     says so. Kinds can only be compared by the states of the same layers. So one set of layers is used: the most
     frequent one among the sets that this pool keeps."""
     kept = set(taps_of(drafters.values()) or (target.num_layers,))
-    told = {name: checkpoint.read_info(place).get(PROMPTS) for name, place in places.items() if Path(place).is_dir()}
-    said = {name: prompts for name, prompts in told.items() if prompts and kept.issuperset(prompts["taps"])}
-    counts = Counter(tuple(prompts["taps"]) for prompts in said.values())
+    recorded = {
+        name: checkpoint.read_info(place).get(PROMPTS) for name, place in places.items() if Path(place).is_dir()
+    }
+    comparable = {name: prompts for name, prompts in recorded.items() if prompts and kept.issuperset(prompts["taps"])}
+    counts = Counter(tuple(prompts["taps"]) for prompts in comparable.values())
     found = {}
-    for name, prompts in said.items():
+    for name, prompts in comparable.items():
         taps = tuple(prompts["taps"])
         if taps == counts.most_common(1)[0][0]:
             found[name] = PromptClusters.of(((kind["mean"], kind["error"]) for kind in prompts["kinds"].values()), taps)

@@ -263,14 +263,14 @@ class PromptMemory:
             x = self._place(self._x[:, :filled], center)
             phi = self._known_for(x, center).diagonal(dim1=0, dim2=2).T
             y = self._y - self._time_cost
-            told, noise, signal = self._scales(y[seen], seen, phi[seen[:, :filled]])
+            line, noise, signal = self._scales(y[seen], seen, phi[seen[:, :filled]])
             shared = signal * SHARED / (1 - SHARED) if int(seen.sum()) >= MIN_REWARDS else UNKNOWN
             doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal
             doubt += (self._texts_seen - self._seen_at) / AGE
             doubt = torch.where(seen, doubt.clamp_min(MIN_VARIANCE), EMPTY_VARIANCE)[:, :filled]
-            off = torch.where(seen[:, :filled], y[:, :filled] - told.mean - told.slope * phi, 0.0)
+            off = torch.where(seen[:, :filled], y[:, :filled] - line.mean - line.slope * phi, 0.0)
             found = Regression.of(x, off, doubt, self._k)
-        return PromptFit(found, center, told, noise, signal, shared)
+        return PromptFit(found, center, line, noise, signal, shared)
 
     def _place(self, x: Tensor, center: Tensor) -> Tensor:
         """[…, D + P] prompts as the covariance compares them: directions from the center, and memberships in kinds."""
@@ -298,11 +298,11 @@ class PromptMemory:
         squares = float(y.var(correction=0)) + float(self._squares.sum())
         noise = max(squares / (1 + float(rounds.sum()) - len(rounds)), 1e-9)
         for _ in range(2):  # the trend from the variances, then these from its residuals
-            told = trend(phi, y, signal + noise / rounds, slope, doubt)
-            left = (y - told.mean - told.slope * phi).square()
+            line = trend(phi, y, signal + noise / rounds, slope, doubt)
+            left = (y - line.mean - line.slope * phi).square()
             between = max(float((left - noise / rounds).mean()), 0.05 * noise)
             signal = (1 - SHARED) * between
-        return told, noise, signal
+        return line, noise, signal
 
     def learn(
         self, features: Array, belief: Belief | None, shown: Sequence[ArmRounds], lost: Sequence[float] | None = None

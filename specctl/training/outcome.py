@@ -91,7 +91,6 @@ def drafter_info(
     expected: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """Contents of drafter.json: where the drafter comes from, and its measured or expected mat."""
-    told = {"expected_mat": expected} if expected else {}
     return {
         "domain": corpus.domains,
         "data_fingerprint": corpus.fingerprint,
@@ -100,7 +99,7 @@ def drafter_info(
         "train_tokens": tokens,
         **({"texts": corpus.counts} if corpus.counts else {}),
         "mat": mat,
-        **told,
+        **({"expected_mat": expected} if expected else {}),
         "licence": "same as the target",
     }
 

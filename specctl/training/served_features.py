@@ -274,8 +274,8 @@ def check_plausible(store: OwnForward, client: Client, states: HiddenStatesSpec,
         raise _mismatch_error(
             store, client, states, f"they predict only {share:.0%} of the next tokens of the sequences"
         )
-    told = f"; log probabilities within {furthest:.2g} nats" if any(one.logprobs for one in client.servers) else ""
-    log(f"the server's hidden states predict {share:.0%} of the next tokens of {len(examples)} sequences{told}")
+    agreement = f"; log probabilities within {furthest:.2g} nats" if any(one.logprobs for one in client.servers) else ""
+    log(f"the server's hidden states predict {share:.0%} of the next tokens of {len(examples)} sequences{agreement}")
 
 
 @torch.inference_mode()

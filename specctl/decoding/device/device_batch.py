@@ -180,10 +180,10 @@ class DeviceBatch:
         self._forget_ended()
         self._extend(tokens, accepted + 1)
 
-    def _commit_one(self, token: Tensor, said: TargetOutput, usable: Tensor) -> None:
+    def _commit_one(self, token: Tensor, output: TargetOutput, usable: Tensor) -> None:
         """Commit one token [B] per sequence when nothing was drafted. It uses few operations, as each costs a launch on
         a GPU."""
-        for home, rows in ((self.features, said.tapped), (self.hidden, said.hidden)):
+        for home, rows in ((self.features, output.tapped), (self.hidden, output.hidden)):
             if home is not None and rows is not None:
                 home[self.sequences, self.length.unsqueeze(1) - 1] = rows
         torch.stack((self.ones, self.zeros, self.zeros, usable.long(), token), 1, out=self.record)

@@ -178,7 +178,7 @@ class DeviceRounds:
             self.batches.clear()
             self.store, self.in_sync = self.state.cache.captured_tensor, False
         track = self.tracks.get((self.active_drafter, self.state.batch))
-        if (track is None or not track.draft.fits(self.state)) and not self._place():
+        if (track is None or not track.draft.fits(self.state)) and not self._build_track():
             self.refused.add((self.active_drafter, self.state.batch))
             self.in_sync = False
             return False
@@ -211,8 +211,8 @@ class DeviceRounds:
         unmoved = resident.features is state.features and resident.hidden is state.hidden
         return unmoved and resident.draws.greedy != state.any_sampled and resident.ends >= widest_ends(state)
 
-    def _place(self) -> bool:
-        """Build everything for the active drafter at this batch size anew. Returns False if that is impossible."""
+    def _build_track(self) -> bool:
+        """Build the active drafter's track for this batch size. Returns False if it has no device part for it."""
         key, draft = (self.active_drafter, self.state.batch), self._draft_of(self.active_drafter)
         if draft is None:
             self.tracks.pop(key, None)

@@ -142,9 +142,9 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str,
         os.kill(os.getpid(), signal.SIGKILL)
         raise
     except Exception as error:  # a template may raise anything
-        said = " ".join(str(error).split())[:LONGEST_REASON]
+        reason = " ".join(str(error).split())[:LONGEST_REASON]
         # A template refuses a conversation with `raise_exception("why")`, which is a plain TemplateError.
-        return said if type(error) is TemplateError and said else f"{type(error).__name__}: {said}".rstrip(": ")
+        return reason if type(error) is TemplateError and reason else f"{type(error).__name__}: {reason}".rstrip(": ")
 
 
 def _takes_lists(tokenizer: Any, options: dict[str, Any]) -> bool:

@@ -159,10 +159,10 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
 def first_line(error: BaseException) -> str:
     """First line of a library's error, cut to `LONGEST_LINE` characters. The exception's type comes first if the line
     alone may not explain the error."""
-    said = str(error).strip().splitlines()[:1]
+    lines = str(error).strip().splitlines()[:1]
     telling = isinstance(error, OSError | ValueError | RuntimeError | CheckpointError)
-    kind = [] if said and telling else [type(error).__name__]
-    return ": ".join(kind + said)[:LONGEST_LINE]
+    kind = [] if lines and telling else [type(error).__name__]
+    return ": ".join(kind + lines)[:LONGEST_LINE]
 
 
 def is_gguf(name: str) -> bool:

@@ -42,14 +42,14 @@ def files(adapter: str) -> list[Path]:
         hint = "load the adapter with peft, and save it with save_pretrained"
         raise CheckpointError(f"adapter {adapter} has no {WEIGHTS}", hint)
     try:
-        said = regular_files.read_json(directory / ADAPTER)
-        kind = said["peft_type"]
+        config = regular_files.read_json(directory / ADAPTER)
+        kind = config["peft_type"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"adapter {adapter}: {ADAPTER} cannot be read: {first_line(error)}", COPY) from error
     if kind != "LORA":
         hint = "use a LoRA adapter, such as one with DoRA or rank-stabilized LoRA; or merge it yourself"
         raise CheckpointError(f"adapter {adapter} is of peft type {kind!r:.60}, not 'LORA'", hint)
-    if said.get("layer_replication"):
+    if config.get("layer_replication"):
         hint = "save the target with the adapter merged, and give it as the target"
         raise CheckpointError(f"adapter {adapter} repeats layers of the target (layer_replication)", hint)
     return [directory / ADAPTER, directory / WEIGHTS]
@@ -149,7 +149,7 @@ def _errors(adapter: str, target: str | None = None) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # files can make peft raise anything
-        said, shape = first_line(error), WRONG_SHAPE.search(str(error))
+        problem, shape = first_line(error), WRONG_SHAPE.search(str(error))
         if shape is not None:
-            said = f"its {_module(shape[1])} has a matrix of shape [{shape[2]}], but the target needs [{shape[3]}]"
-        raise CheckpointError(f"{fits}: {said}", "name the base of the adapter with --target") from error
+            problem = f"its {_module(shape[1])} has a matrix of shape [{shape[2]}], but the target needs [{shape[3]}]"
+        raise CheckpointError(f"{fits}: {problem}", "name the base of the adapter with --target") from error

@@ -55,8 +55,8 @@ def check_loaded(what: str, model: Any, info: Mapping[str, Any]) -> None:
         raise _adapted(what)
     found = _misfit(model, info)
     if found is not None:
-        said, hint = found
-        raise CheckpointError(f"{what}: {said}", hint)
+        problem, hint = found
+        raise CheckpointError(f"{what}: {problem}", hint)
 
 
 def check_headers(what: str, directory: Path | None, config: Any) -> None:
@@ -123,29 +123,29 @@ def _misfit(model: Any, info: Mapping[str, Any]) -> tuple[str, str] | None:
     missing = sorted(info["missing_keys"])
     unexpected = sorted(info["unexpected_keys"])
     if missing:
-        said = f"its files lack {_some(missing)}, which config.json requires"
+        problem = f"its files lack {_some(missing)}, which config.json requires"
         ends = {name: held for held in unexpected for name in missing if held.endswith(f".{name}")}
         if ends:
             name, held = next(iter(ends.items()))
             wrapped = "save the inner model (peft: merge_and_unload) without its wrapper"
-            return f"{said}, but have such tensors under the prefix {held.removesuffix(name)!r}", wrapped
+            return f"{problem}, but have such tensors under the prefix {held.removesuffix(name)!r}", wrapped
         if any("lora_" in held or ".base_layer." in held for held in unexpected):
-            return said, "merge the adapter into the weights first (peft: merge_and_unload) and save those"
-        return said, "copy the weights again, or the config.json that belongs to them"
+            return problem, "merge the adapter into the weights first (peft: merge_and_unload) and save those"
+        return problem, "copy the weights again, or the config.json that belongs to them"
     if info["mismatched_keys"]:
         name, held, wanted = sorted(info["mismatched_keys"])[0]
-        said = f"{name} has shape {list(held)} in its files, but config.json requires {list(wanted)}"
-        return said, "copy the weights again, or the config.json that belongs to them"
+        problem = f"{name} has shape {list(held)} in its files, but config.json requires {list(wanted)}"
+        return problem, "copy the weights again, or the config.json that belongs to them"
     if quantisation(model.config) is not None:
         return None
     start = f"{model.base_model_prefix}."  # the prefix may be present in the files, in the model, in both or in neither
     names = {name.removeprefix(start) for name in model.state_dict()}
     owned = {one: f"{one.removeprefix(start).rpartition('.')[0]}.weight" for one in unexpected}
-    beside = [one for one, weight in owned.items() if weight in names and not one.endswith(KV_CACHE_SCALES)]
-    if beside:
-        said = f"its files contain {_some(beside)}, which a model with this config.json does not have"
+    strangers = [one for one, weight in owned.items() if weight in names and not one.endswith(KV_CACHE_SCALES)]
+    if strangers:
+        problem = f"its files contain {_some(strangers)}, which a model with this config.json does not have"
         return (
-            said,
+            problem,
             "copy the config.json that belongs to the weights (this one lacks a bias or quantization_config)",
         )
     return None

@@ -140,10 +140,12 @@ class ParallelDrafter(FeatureReader, TreeDrafter):
         for k in range(depths):
             part = slice(depths - 1 - k, states.shape[1] - k)
             texts = [state.rows[b].ids for b in live]
-            said = [[ids[min(s + 1 + k, len(ids) - 1)] for s in at[part]] for ids, at in zip(texts, slots, strict=True)]
+            previous = [
+                [ids[min(s + 1 + k, len(ids) - 1)] for s in at[part]] for ids, at in zip(texts, slots, strict=True)
+            ]
             found_at = states[:, part, k]
             rows.append(
-                self.condition_on_previous(self.logits(found_at), found_at, torch.tensor(said, device=state.device))
+                self.condition_on_previous(self.logits(found_at), found_at, torch.tensor(previous, device=state.device))
             )
         found = dict(zip(live, torch.stack(rows, 1), strict=True))
         return [Score(span, found[b][:, : len(span)] if span else None, **kind) for b, span in enumerate(spans)]

@@ -76,12 +76,12 @@ def grow(places: Sequence[TextPosition], shape: TextTreeShape) -> ProposedTree:
 
 def _children(places: Sequence[TextPosition], limit: int) -> list[tuple[int, float, list[TextPosition]]]:
     """The `limit` most probable next tokens, with the places after them."""
-    told = [followers for place in places if (followers := place.followers(limit))]
+    choices = [followers for place in places if (followers := place.followers(limit))]
     merged: dict[int, tuple[float, list[TextPosition]]] = {}
-    for followers in told:
+    for followers in choices:
         for token, probability, behind in followers:
             before, others = merged.get(token, (0.0, []))
-            merged[token] = (before + probability / len(told), [*others, behind])
+            merged[token] = (before + probability / len(choices), [*others, behind])
     best = sorted(merged.items(), key=lambda item: -item[1][0])[:limit]
     return [(token, probability, behind) for token, (probability, behind) in best]
 

@@ -126,8 +126,8 @@ def library_for(kind: str) -> ctypes.CDLL | None:
         vnni = (VNNI,) if kind != "avx2" and _has_vnni() else ()
         found = ctypes.CDLL(str(_compiled(compiler, (*FLAGS, *INSTRUCTIONS[kind], *vnni))))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        warnings.warn(f"the CPU step runs on PyTorch: {compiler} failed: {said.strip()[-300:]}", stacklevel=2)
+        output = getattr(error, "stderr", None) or str(error)
+        warnings.warn(f"the CPU step runs on PyTorch: {compiler} failed: {output.strip()[-300:]}", stacklevel=2)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     found.specctl_pack.argtypes = found.specctl_pack_int8.argtypes = [pointer, number, number, pointer]

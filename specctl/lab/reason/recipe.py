@@ -53,13 +53,13 @@ class ReasonRecipe(LearningRecipe):
         found = {}
         for name in SHARED_KEYS:
             sections = [part for part in (self.sampling, self.reasoning) if name in part.model_fields_set]
-            said = {getattr(part, name) for part in sections}
-            if len(said) > 1:
-                values = " or ".join(map(str, sorted(said)))
+            given = {getattr(part, name) for part in sections}
+            if len(given) > 1:
+                values = " or ".join(map(str, sorted(given)))
                 raise ValueError(
                     f"sampling.{name} and reasoning.{name} are the same setting, but differ ({values}): set one"
                 )
-            found[name] = said.pop() if said else getattr(self.reasoning, name)
+            found[name] = given.pop() if given else getattr(self.reasoning, name)
         self.sampling = self.sampling.model_copy(update=found)
         self.reasoning = self.reasoning.model_copy(update=found)
 

@@ -158,12 +158,11 @@ def _fidelity(alone: dict[str, Any] | None) -> list[str]:
     if most of its steps reached their longest length and were cut."""
     if alone is None:
         return ["not lossless: agreement with the target alone was not measured (add target to reasoning.baselines)"]
-    told, cut, rounds = alone["prompts"] - alone["unanswered"], alone["cut"], alone["rounds"]
-    said = (
-        f"not lossless: answers are compared on the {told} of {alone['prompts']} prompts that the target alone answered"
-    )
+    count, cut, rounds = alone["prompts"] - alone["unanswered"], alone["cut"], alone["rounds"]
+    compared = f"the {count} of {alone['prompts']} prompts that the target alone answered"
+    note = f"not lossless: answers are compared on {compared}"
     warning = f"{cut} of {rounds} steps were cut: set reasoning.delimiter, or raise reasoning.step_tokens"
-    return [said, warning] if 2 * cut > rounds else [said]
+    return [note, warning] if 2 * cut > rounds else [note]
 
 
 def _slower(document: dict[str, Any]) -> list[str]:

@@ -48,8 +48,8 @@ def extract(text: str) -> str | None:
     if "####" in text:
         lines = text.rsplit("####", 1)[1].strip().splitlines()
         return lines[0].strip() or None if lines else None
-    said = _ANSWER_PHRASE.findall(text)
-    return said[-1] if said else None
+    phrases = _ANSWER_PHRASE.findall(text)
+    return phrases[-1] if phrases else None
 
 
 def reference_answer(text: str) -> str | None:

@@ -216,13 +216,13 @@ class EndpointJudge:
         message = {"role": "user", "content": QUESTION.format(*pair)}
         body = {"model": recipe.name, "messages": [message], "temperature": 0, "max_tokens": recipe.max_tokens}
         headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(recipe.key_variable)) else {}
-        address, said = f"{str(recipe.endpoint).rstrip('/')}/chat/completions", b""
+        address, received = f"{str(recipe.endpoint).rstrip('/')}/chat/completions", b""
         with httpx.stream("POST", address, json=body, headers=headers, timeout=recipe.timeout_s) as reply:
             reply.raise_for_status()
             for piece in reply.iter_bytes():
-                said += piece
-                if time.monotonic() > deadline or len(said) > LONGEST_REPLY:
+                received += piece
+                if time.monotonic() > deadline or len(received) > LONGEST_REPLY:
                     raise TimeoutError(
-                        f"the reply did not end within {recipe.timeout_s:g} s ({len(said)} bytes so far)"
+                        f"the reply did not end within {recipe.timeout_s:g} s ({len(received)} bytes so far)"
                     )
-        return said
+        return received

@@ -246,10 +246,10 @@ class Lookahead:
 
     def _conclude(self, arrival: EncodedPrompt, thought: list[int]) -> list[int]:
         """End the thinking with the transition, and let the target answer alone."""
-        said = thought + self._transition(thought)
-        text = arrival.ids + said
+        ended = thought + self._transition(thought)
+        text = arrival.ids + ended
         room = min(self.answer_tokens, self.target.model.context_length - len(text))
-        return said + (self.target.rest(text, room, self._seed(arrival)) if room > 0 else [])
+        return ended + (self.target.rest(text, room, self._seed(arrival)) if room > 0 else [])
 
     def _transition(self, thought: list[int]) -> list[int]:
         """Token ids of the transition, without its line break if the last step already ended with a line break."""

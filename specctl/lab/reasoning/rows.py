@@ -115,9 +115,9 @@ def _agreeing(traces: Sequence[ReasoningTrace], alone: Sequence[ReasoningTrace] 
     return [None if theirs.answer is None else equal_answers(mine.answer, theirs.answer) for mine, theirs in pairs]
 
 
-def _share(traces: Sequence[ReasoningTrace], told: Sequence[bool | None]) -> Measured:
+def _share(traces: Sequence[ReasoningTrace], verdicts: Sequence[bool | None]) -> Measured:
     """Share of True among the verdicts that are not None."""
-    return _rate(traces, [bool(verdict) for verdict in told], [verdict is not None for verdict in told])
+    return _rate(traces, [bool(verdict) for verdict in verdicts], [verdict is not None for verdict in verdicts])
 
 
 def _rate(traces: Sequence[ReasoningTrace], tops: Sequence[float], bottoms: Sequence[float]) -> Measured:

@@ -110,8 +110,8 @@ class StepDrafter:
             raise DataError(
                 f"{arrival.prompt.where}: a draft model with another tokenizer needs prompts with `messages`"
             )
-        said = self.target.tokenizer.decode(thought, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return self.writer.model.render(arrival.prompt.messages) + self._ids(self.writer.model, said)
+        written = self.target.tokenizer.decode(thought, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.writer.model.render(arrival.prompt.messages) + self._ids(self.writer.model, written)
 
     def propose(self, arrival: EncodedPrompt, thought: list[int], depth: int, room: int, seed: int) -> list[Proposal]:
         """Draft up to `depth` steps of `room` tokens in total; fewer if the text or the draft model's context ends."""

@@ -68,6 +68,7 @@ def _share(table: Table, arm: int, length: int) -> float:
 
 
 def _cut(trace: Trace, pairs: Sequence[tuple[int, int]]) -> Trace:
+    """The rounds of a trace with one arm per pair (arm of the trace, length to which its drafts are cut)."""
     arms = [arm for arm, _ in pairs]
     lengths = np.array([length for _, length in pairs], dtype=np.int16)[:, None]
 

@@ -78,12 +78,12 @@ def token_losses(trace: Trace, rules: Rules) -> Array:
     else:
         values = trace.gamma if rules.estimator == "product" else trace.hit
         losses = length_loss(beyond_the_end(values[:, :, : rules.horizon].astype(float)), rules.estimator)
-    losses, told = usable(losses)
+    losses, known = usable(losses)
     if rules.loss == "throughput":
         assert rules.step is not None
         losses = per_second(losses, rules.costs, rules.step)
     losses[trace.drafted.T < 0] = 1  # the arm raised
-    losses[~told] = 0
+    losses[~known] = 0
     return losses
 
 

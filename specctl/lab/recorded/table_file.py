@@ -159,9 +159,9 @@ def _row(header: Header, row: dict[str, Any]) -> Recorded:
         name: np.asarray(row[name], dtype=kind).reshape(whole[:axes]) for name, (kind, axes) in ARRAYS.items()
     }
     seconds, nodes = arrays.pop("seconds"), arrays.pop("nodes")
-    told = {name: row[name] for name in ("query", "domain", "ended", "session", "prompt")}
+    fields = {name: row[name] for name in ("query", "domain", "ended", "session", "prompt")}
     context = None if row["context"] is None else np.asarray(row["context"])
-    trace = Trace(**told, **arrays, context=context)
+    trace = Trace(**fields, **arrays, context=context)
     return Recorded(row["place"], trace, seconds, nodes)
 
 

@@ -44,7 +44,7 @@ def replay_table(recipe: ReplayRecipe) -> SelectResult:
     Raises CheckpointError if the table cannot be read, DataError if it is empty, UsageError if it has fewer arms than
     one of the `pool_sizes`.
     """
-    table = _arms_of(recipe)
+    table = _table_of(recipe)
     yardstick = _hindsight(recipe, table)
     played = {name: _replays(recipe, name, yardstick) for name in recipe.algo}
     # A contender without random draws gives the same result for every seed.
@@ -88,7 +88,7 @@ def replay_table(recipe: ReplayRecipe) -> SelectResult:
     )
 
 
-def _arms_of(recipe: ReplayRecipe) -> Table:
+def _table_of(recipe: ReplayRecipe) -> Table:
     """The recipe's table, with the arms that play."""
     table = read_table(recipe.table)
     table = of_arms(table, chosen_names(recipe.arms, table.arms))
@@ -116,10 +116,10 @@ def _replays(
 
 def _certificates(replays: Sequence[Replay], fixed: dict[str, list[Replay]], yardstick: Hindsight) -> dict[str, Any]:
     """Lower bounds of a policy's speed, by the table's cost model. Seeds repeat the same texts."""
-    told = yardstick.tokens > 0
-    seconds = np.mean([replay.seconds for replay in replays], axis=0)[told]
-    plain_s = yardstick.tokens[told] * yardstick.table.step_s[0]
-    alone = [seconds / replays[0].seconds[told] for replays in fixed.values()]
+    answered = yardstick.tokens > 0
+    seconds = np.mean([replay.seconds for replay in replays], axis=0)[answered]
+    plain_s = yardstick.tokens[answered] * yardstick.table.step_s[0]
+    alone = [seconds / replays[0].seconds[answered] for replays in fixed.values()]
     return certified((seconds / plain_s).tolist(), [one.tolist() for one in alone])._asdict()
 
 

@@ -247,9 +247,12 @@ class Game:
         broken = ~np.isfinite(losses).all(axis=1)
         if broken.any():
             self.dropped += int(broken.sum())
-            losses, told = usable(losses)
-            losses, owners = losses[told], [owner for owner, known in zip(owners, told.tolist(), strict=True) if known]
-            stale = int(told[:stale].sum())
+            losses, finite = usable(losses)
+            losses, owners = (
+                losses[finite],
+                [owner for owner, known in zip(owners, finite.tolist(), strict=True) if known],
+            )
+            stale = int(finite[:stale].sum())
         if not owners:
             return
         losses = self._corrected(np.maximum(losses, 0), owners)  # Σ min(p, q) may be rounded past 1

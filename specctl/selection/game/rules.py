@@ -119,10 +119,10 @@ def overridden_options(names: Sequence[str], recipe: GameRecipe) -> list[str]:
     lines = []
     for name in names:
         forced = preset_options(name, recipe)
-        told = [f"game.{key}={forced[key]}" for key in forced if key in recipe.model_fields_set and key != "reward"]
-        if told:
+        replaced = [f"game.{key}={forced[key]}" for key in forced if key in recipe.model_fields_set and key != "reward"]
+        if replaced:
             lines.append(
-                f"{name} uses its own game settings: {', '.join(told)}; only values other than the defaults "
+                f"{name} uses its own game settings: {', '.join(replaced)}; only values other than the defaults "
                 "override them"
             )
     return lines
