@@ -89,13 +89,13 @@ class Publisher:
         except BaseException:  # an untested version must not stay
             self._publish(previous)
             raise
-        verdict: Literal["published", "rolled back"] = "published"
-        if accepts_less(before, after, self.options.level):
-            verdict = "rolled back"
+        worse = accepts_less(before, after, self.options.level)
+        if worse:
             self._publish(previous)
-        self._probe_counters = after if verdict == "published" else before
+        self._probe_counters = before if worse else after
         self._delete_old_versions()
         mat_before, mat_after = DraftCounters.total(before).mat, DraftCounters.total(after).mat
+        verdict: Literal["published", "rolled back"] = "rolled back" if worse else "published"
         return Publication(version, verdict, mat_before, mat_after, time.perf_counter() - began)
 
     def restore_if_replaced(self, suspected: bool) -> bool:

@@ -184,14 +184,14 @@ class Specialists(StreamLearner):
         self.chunks += 1
         began = time.perf_counter()
         self._selector = self._select()
-        lesson = self._combined(acceptance)
+        lesson = self._combined()
         return replace(lesson, swap_s=lesson.swap_s + time.perf_counter() - began)
 
     def _acceptance(self, arm: str) -> Acceptance:
         """Acceptance in the rounds that an arm drafted, by query."""
         return Acceptance.of((self._accepted[arm][query], count) for query, count in self._verified[arm].items())
 
-    def _combined(self, acceptance: Acceptance) -> Lesson:
+    def _combined(self) -> Lesson:
         """Combine the lessons of all specialists into one: sums, the mean loss per token, and the arms' shares of the
         rounds in place of members' weights."""
         lessons = list(self.lessons.values())

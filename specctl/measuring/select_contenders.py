@@ -143,7 +143,7 @@ class SelectContenders:
         self._check_router()
         self.companion = pool.companion or companion_of(recipe, target)
         self.store_s = 0.0  # seconds spent on adding texts to the store
-        self.arms = make_arms(recipe, target, pool.drafters, pool.kinds)
+        self.arms = make_arms(recipe, pool.drafters, pool.kinds)
         prompts = [(n, case.prompt) for n, session in enumerate(stream) for case in session]
         self.session_of = {(prompt.domain, prompt.id): n for n, prompt in prompts}  # a prompt may be in two domains
         self.prompts = {prompt.id: prompt for _, prompt in prompts}

@@ -119,9 +119,7 @@ def trained_on(places: Mapping[str, str], target: Target, drafters: Mapping[str,
     return found
 
 
-def make_arms(
-    recipe: SelectRecipe, target: Target, drafters: dict[str, Drafter], kinds: Mapping[str, PromptClusters]
-) -> list[Arm]:
+def make_arms(recipe: SelectRecipe, drafters: dict[str, Drafter], kinds: Mapping[str, PromptClusters]) -> list[Arm]:
     """Make one arm per drafter; or one per drafter and each of `arms.draft_nodes` and `arms.shapes`, and one plain arm.
 
     `kinds`: kinds of prompts that drafters were trained on. Raises UsageError if a shape is given and a drafter cannot

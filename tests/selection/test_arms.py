@@ -86,14 +86,14 @@ def head(target):
 def test_draft_nodes_and_shapes_make_one_arm_each(target):
     drafter = head(target)
     recipe = SelectRecipe(arms={"draft_nodes": [0, 3], "shapes": [{"width": 2, "nodes": 6}]})
-    arms = make_arms(recipe, target, {"a": drafter}, {})
+    arms = make_arms(recipe, {"a": drafter}, {})
     assert [arm.name for arm in arms] == ["no draft", "a ×3", "a width=2 nodes=6"]
     assert isinstance(arms[0].drafter, NoDraft) and arms[1].nodes == 3
     shaped = arms[2].drafter
     assert shaped.shape == TreeShape(5, 2, 6, 1, 0.0) and drafter.shape == TreeShape(5, 1, 5, 1, 0.0)
     assert shaped.key is drafter.key  # shared memory: switching shapes needs no prefill
     with pytest.raises(UsageError, match="fixed draft shape"):
-        make_arms(recipe, target, {"lookup": Lookup()}, {})
+        make_arms(recipe, {"lookup": Lookup()}, {})
 
 
 def test_longest_draft_of_each_kind_of_drafter(target):

@@ -111,45 +111,55 @@ SINGLE = [field.name for field in fields(Costs) if field.name != "rounds"]
 def costs_of(target: Target, head: CandidateDrafter | None, name: str) -> Costs:
     """Return the costs of rounds, from the cache file or measured now; without a head, its levels cost nothing.
 
-    `name` identifies the head's family and architecture, or says that there is none.
+    `name` identifies the head's family and architecture, or says that there is none. Ranks that hold slices of the
+    target measure together, and use the costs of rank 0.
     """
     path = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache") / "specctl" / "costs.json"
-    sliced = [f"{processes.group_size()} slices"] if processes.group_size() > 1 else []
-    weights = target.identity["weights"] or target.name
-    step = []
-    if isinstance(target.model, LeanModel) and (target.model.native or target.model.quantized):
-        step = [native.version(), *(["quantized"] if target.model.quantized else [])]
-    key = json.dumps([_machine(target), weights, str(target.dtype), name, *sliced, *step])
-    known, problem = None, ""
+    key, leads = _key(target, name), not processes.is_follower()
+    known = None
     try:
         if (found := _read(path).get(key)) is not None:
             known = _validated(found)
     except (OSError, ValueError) as error:
-        problem = f"ignoring {path}: {getattr(error, 'strerror', None) or error}; costs are measured again"
+        if leads:
+            reason = getattr(error, "strerror", None) or error
+            progress.warn(f"ignoring {path}: {reason}; costs are measured again")
     if (known := processes.broadcast_value(known)) is not None:
         return known
-    if problem and not processes.is_follower():
-        progress.warn(problem)
-    if not processes.is_follower():
+    if leads:
         progress.log("measuring what rounds cost on this machine, once")
     costs = processes.broadcast_value(measure(target, head))
-    if processes.is_follower():
-        return costs
+    if leads:
+        where = _save(path, key, costs)
+        levels = "" if head is None else f", drafting one level {costs.first:.2f}, each further level {costs.level:.2f}"
+        progress.log(
+            f"measured once, relative to a round of one row: 8 rows {costs.round(8):.2f}, 16 rows "
+            f"{costs.round(16):.2f}, {TEXTS} sequences {costs.round(1, TEXTS):.2f}{levels} ({where})"
+        )
+    return costs
+
+
+def _key(target: Target, name: str) -> str:
+    """Key of the cached costs: everything that they depend on."""
+    sliced = [f"{processes.group_size()} slices"] if processes.group_size() > 1 else []
+    step = []
+    if isinstance(target.model, LeanModel) and (target.model.native or target.model.quantized):
+        step = [native.version(), *(["quantized"] if target.model.quantized else [])]
+    weights = target.identity["weights"] or target.name
+    return json.dumps([_machine(target), weights, str(target.dtype), name, *sliced, *step])
+
+
+def _save(path: Path, key: str, costs: Costs) -> str:
+    """Add costs to the cache file. Returns where they are now, in words."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         others = {}
         with suppress(OSError, ValueError):  # a file that cannot be read is replaced
             others = _read(path)
         atomic_write(path, json.dumps(others | {key: asdict(costs)}, indent=1))
-        told = f"saved in {path}"
     except OSError as error:
-        told = f"measured again next time, because {path} cannot be written: {error.strerror}"
-    levels = "" if head is None else f", drafting one level {costs.first:.2f}, each further level {costs.level:.2f}"
-    progress.log(
-        f"measured once, relative to a round of one row: 8 rows {costs.round(8):.2f}, 16 rows {costs.round(16):.2f}, "
-        f"{TEXTS} sequences {costs.round(1, TEXTS):.2f}{levels} ({told})"
-    )
-    return costs
+        return f"measured again next time, because {path} cannot be written: {error.strerror}"
+    return f"saved in {path}"
 
 
 def _machine(target: Target) -> str:
