@@ -199,11 +199,11 @@ class OnlineDrafter(StreamLearner):
         return Lesson(
             ruling,
             outcome,
-            len(learnt),
-            sum(example.response_length for example in learnt),
-            self.buffer.dropped,
-            self.learner.rates,
-            time.perf_counter() - began,
+            texts=len(learnt),
+            tokens=sum(example.response_length for example in learnt),
+            dropped=self.buffer.dropped,
+            rates=self.learner.rates,
+            learn_s=time.perf_counter() - began,
         )
 
     def _unroll(self, acceptance: Acceptance) -> None:

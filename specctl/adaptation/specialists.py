@@ -211,13 +211,12 @@ class Specialists(StreamLearner):
         return Lesson(
             "rollback" if any(lesson.ruling == "rollback" for lesson in lessons) else "keep",
             outcome,
-            sum(lesson.texts for lesson in lessons),
-            sum(lesson.tokens for lesson in lessons),
-            self.buffer.dropped
-            + sum(online_drafter.buffer.dropped for online_drafter in self.online_drafters.values()),
-            tuple(rate for online_drafter in self.online_drafters.values() for rate in online_drafter.learner.rates),
-            sum(lesson.learn_s for lesson in lessons),
-            sum(lesson.swap_s for lesson in lessons),
+            texts=sum(lesson.texts for lesson in lessons),
+            tokens=sum(lesson.tokens for lesson in lessons),
+            dropped=self.buffer.dropped + sum(learner.buffer.dropped for learner in self.online_drafters.values()),
+            rates=tuple(rate for learner in self.online_drafters.values() for rate in learner.learner.rates),
+            learn_s=sum(lesson.learn_s for lesson in lessons),
+            swap_s=sum(lesson.swap_s for lesson in lessons),
         )
 
     def save(self, directory: Path, info: dict[str, Any]) -> Path:

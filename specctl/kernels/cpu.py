@@ -354,19 +354,20 @@ def drafter_feedback(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Dr
     each = [torch.cat(sums, -1) for sums in zip(*of_drafts, strict=True)]
     table = torch.stack(each, 1) if each else entropy.new_zeros(7, 0, len(entropy))
     cross, excess, q_log_q, q_log_p, q_x, agree, missed = table
-    fields = [
-        (mass - excess).clamp_(min=0),
-        excess,
-        negentropy - cross,
-        -q_x.clamp_min(TINY).log(),
-        q_log_q - q_log_p,
-        p_x.expand_as(q_x),
-        q_x,
-        agree,
-        missed,
-    ]
-    fields = [field.masked_fill(cross.isnan(), torch.nan) for field in fields]
-    return DrafterFeedback(*(field.masked_fill(~p.valid, torch.nan) for field in (*fields, entropy)))
+    statistics = dict(
+        accept=(mass - excess).clamp_(min=0),
+        p_minus_q=excess,
+        kl=negentropy - cross,
+        ce=-q_x.clamp_min(TINY).log(),
+        reverse_kl=q_log_q - q_log_p,
+        p_x=p_x.expand_as(q_x),
+        q_x=q_x,
+        agree=agree,
+        support_miss=missed,
+    )
+    fields = {name: field.masked_fill(cross.isnan(), torch.nan) for name, field in statistics.items()}
+    fields["entropy"] = entropy
+    return DrafterFeedback(**{name: field.masked_fill(~p.valid, torch.nan) for name, field in fields.items()})
 
 
 def _target(rows: Rows, at: slice, logits: Tensor, p: Tensor, log_p: Tensor) -> Tensor:

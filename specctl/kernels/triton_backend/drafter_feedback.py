@@ -188,13 +188,21 @@ def drafter_feedback(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Dr
     best = torch.where(p.greedy >= 0, p.greedy, best)
     proposed = [best_id if d.ids is None else d.ids[best_id] for best_id, d in zip(likeliest, drafts, strict=True)]
     agree = torch.stack(proposed) == best if drafts else likeliest
-    fields = (
-        (mass - excess).clamp_min(0), excess, negentropy - cross, -q_x.clamp_min(TINY).log(), reverse,
-        p_x.expand(n, rows), q_x, agree.to(excess.dtype), missed,
-    )  # fmt: skip
+    statistics = dict(
+        accept=(mass - excess).clamp_min(0),
+        p_minus_q=excess,
+        kl=negentropy - cross,
+        ce=-q_x.clamp_min(TINY).log(),
+        reverse_kl=reverse,
+        p_x=p_x.expand(n, rows),
+        q_x=q_x,
+        agree=agree.to(excess.dtype),
+        support_miss=missed,
+    )
     known = q_lse.isfinite() & p.valid
     entropy = torch.where(p.valid, -negentropy, torch.nan)
-    return DrafterFeedback(*(*(torch.where(known, field, torch.nan) for field in fields), entropy))
+    fields = {name: torch.where(known, field, torch.nan) for name, field in statistics.items()}
+    return DrafterFeedback(**fields, entropy=entropy)
 
 
 def _inverse(ids: Tensor, vocabulary: int) -> Tensor:
