@@ -161,10 +161,14 @@ def serve_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> ServeRes
 
 
 def api_key(recipe: ServeRecipe) -> str | None:
-    """The key that clients must send, from the environment. UsageError if it is empty."""
+    """The key that clients must send, from the environment. UsageError if no client can send it."""
     key = os.environ.get(recipe.key_env)
     if key is not None and not key.strip():
         raise UsageError(f"{recipe.key_env} is empty", "give it a value, or unset it")
+    if key is not None and (not key.isascii() or key.split() != [key]):
+        raise UsageError(
+            f"{recipe.key_env} has spaces, line ends or letters beyond ASCII", "no client can send such a key"
+        )
     if key is None and not recipe.listen.startswith(LOOPBACK):
         progress.warn(f"anybody who reaches {recipe.listen} can use it: set {recipe.key_env}, and put TLS in front")
     return key

@@ -119,7 +119,10 @@ class Guard:
     def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
         given = [value for name, value in headers if name == b"authorization"]
         assert self.key is not None
-        return len(given) == 1 and hmac.compare_digest(given[0], b"Bearer " + self.key.encode())
+        if len(given) != 1:
+            return False
+        scheme, _, key = given[0].partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key, self.key.encode())
 
     async def _body(self, scope: Scope, receive: Receive, held: list[int]) -> bytes:
         """Read the body of a request; `held` gets the numbers of bytes that count for all bodies together."""

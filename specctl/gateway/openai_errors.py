@@ -41,6 +41,7 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         """The response that carries the error."""
         headers = {} if self.retry_s is None else {"retry-after": str(self.retry_s)}
+        headers |= {"www-authenticate": "Bearer"} if self.status == 401 else {}
         return JSONResponse(self.document, self.status, headers)
 
 

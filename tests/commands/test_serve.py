@@ -118,6 +118,10 @@ def test_the_api_key_is_read_from_the_environment(monkeypatch, capfd):
     monkeypatch.setenv("SPECCTL_SERVE_KEY", " ")
     with pytest.raises(UsageError, match="is empty"):
         api_key(ServeRecipe())
+    for key in ("hush\n", "a b", "schlüssel"):
+        monkeypatch.setenv("SPECCTL_SERVE_KEY", key)
+        with pytest.raises(UsageError, match="has spaces, line ends or letters beyond ASCII"):
+            api_key(ServeRecipe())
     monkeypatch.delenv("SPECCTL_SERVE_KEY")
     assert api_key(ServeRecipe()) is None and "anybody" not in capfd.readouterr().err
     assert api_key(ServeRecipe(listen="0.0.0.0:8000")) is None and "anybody" in capfd.readouterr().err

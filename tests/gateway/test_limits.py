@@ -150,18 +150,19 @@ def test_an_internal_error_gives_status_500_without_the_text(capfd):
     assert said.status_code == 500 and "hunter2" not in said.text + capfd.readouterr().err and app.in_flight == 0
 
 
-@pytest.mark.parametrize("given", [None, "Bearer", "Bearer wrong", "bearer hush", "Bearer hush ", "hush"])
+@pytest.mark.parametrize("given", [None, "Bearer", "Bearer wrong", "Basic hush", "Bearer hush ", "hush"])
 def test_a_key_is_required(given):
     app = guard(key="hush")
     headers = {} if given is None else {"authorization": given}
     closed, open, page, health = ask(
         app,
         ("GET", "/v1/models", {"headers": headers}),
-        ("GET", "/v1/models", {"headers": {"authorization": "Bearer hush"}}),
+        ("GET", "/v1/models", {"headers": {"authorization": "bearer hush"}}),  # RFC 9110: in any case
         ("GET", "/", {}),
         ("GET", "/health", {}),
     )
     assert closed.status_code == 401 and closed.json()["error"]["code"] == "invalid_api_key"
+    assert closed.headers["www-authenticate"] == "Bearer"
     assert [open.status_code, page.status_code, health.status_code] == [200] * 3
 
 
