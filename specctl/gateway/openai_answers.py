@@ -51,11 +51,16 @@ class PartialAnswer:
 
 
 class AnswerFormat:
-    """Documents of one request, either a chat or a completion. With `has_tools`, tool calls are read from the text."""
+    """Documents of one request, either a chat or a completion.
 
-    def __init__(self, chat: bool, model: str, token_text: TokenText, wants_logprobs: bool, *, has_tools: bool = False):
+    `most_calls`: number of tool calls that are read from the text of an answer; further calls are left out. None = all.
+    """
+
+    def __init__(
+        self, chat: bool, model: str, token_text: TokenText, wants_logprobs: bool, *, most_calls: int | None = 0
+    ):
         self.chat, self.model, self.token_text, self.wants_logprobs = chat, model, token_text, wants_logprobs
-        self.has_tools = has_tools
+        self.most_calls = most_calls
         self._held: dict[int, HeldCalls] = {}
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -74,8 +79,8 @@ class AnswerFormat:
             text = "".join(choice.text)
             one: dict[str, Any] = {"index": index, "finish_reason": choice.finish, "logprobs": None}
             one |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            if self.has_tools and choice.finish == "stop" and (parsed := tool_calls.parse(text)):
-                one["message"] |= {"content": parsed.content, "tool_calls": parsed.calls}
+            if self.most_calls != 0 and choice.finish == "stop" and (parsed := tool_calls.parse(text)):
+                one["message"] |= {"content": parsed.content, "tool_calls": parsed.calls[: self.most_calls]}
                 one["finish_reason"] = CALLED
             if self.wants_logprobs:
                 one["logprobs"] = self._logprobs(choice.logprobs, 0)
@@ -93,12 +98,12 @@ class AnswerFormat:
         """The piece of a stream with a part of a text; `offset`: number of characters before it. Empty if all of the
         part is held back."""
         calls: list[dict[str, Any]] = []
-        if self.has_tools:
+        if self.most_calls != 0:
             held = self._held.setdefault(part.index, HeldCalls())
             text = held.add(part.text)
             if part.finish is not None:
                 rest, calls = held.end(part.finish)
-                text += rest
+                text, calls = text + rest, calls[: self.most_calls]
             part = replace(part, text=text, finish=CALLED if calls else part.finish)
             if not (text or part.logprobs or part.last):
                 return b""

@@ -23,6 +23,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
@@ -86,7 +87,6 @@ class TextsRequest(_Body):
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
-    parallel_tool_calls: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
@@ -186,6 +186,7 @@ class ChatRequest(TextsRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _alternatives_of_logprobs(self) -> Self:
@@ -204,6 +205,13 @@ class ChatRequest(TextsRequest):
     def shows_tools(self) -> bool:
         """Whether the target sees tools, so that its answer may call them."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def most_calls(self) -> int | None:
+        """Most tool calls of an answer, or None for any number."""
+        if not self.shows_tools:
+            return 0
+        return 1 if self.parallel_tool_calls is False else None
 
     @property
     def conversation(self) -> Conversation:

@@ -63,8 +63,8 @@ class OwnEngine:
         generations = self._generations(asked, prompts, channel)
         usage = Usage(sum(map(len, prompts)))
         self.meter.prompt_tokens.inc(usage.prompt)
-        tools = isinstance(asked, ChatRequest) and asked.shows_tools
-        form = AnswerFormat(chat, self.name, self._token_text, asked.alternatives is not None, has_tools=tools)
+        calls = asked.most_calls if isinstance(asked, ChatRequest) else 0
+        form = AnswerFormat(chat, self.name, self._token_text, asked.alternatives is not None, most_calls=calls)
         for generation in generations:
             self.thread.submit(generation)
         if asked.stream:

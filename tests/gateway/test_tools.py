@@ -110,6 +110,16 @@ OTHER = {
 }
 
 
+def test_a_client_can_ask_for_one_call(script):
+    """`parallel_tool_calls: false` was ignored. Engines leave out further calls."""
+    app, _ = script("I look.\n" + TWO)
+    whole, parts = answers(app, chat(tools=TOOLS, parallel_tool_calls=False))
+    streamed = [call for part in parts for call in part["delta"].get("tool_calls", [])]
+    for calls in (whole["message"]["tool_calls"], streamed):
+        assert [call["function"]["name"] for call in calls] == ["get_weather"]
+    assert whole["finish_reason"] == parts[-1]["finish_reason"] == "tool_calls"
+
+
 @pytest.mark.parametrize("name", OTHER)
 def test_text_in_another_form_stays_text(script, name):
     """Text that resembles a call must arrive completely, also in a stream."""
