@@ -113,4 +113,5 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         response: Response = ApiError(f"{request.method[:20]} is not allowed on {path}", 405).response
         response.headers.update(error.headers or {})
         return response
-    return ApiError(f"there is no {path}" if error.status_code == 404 else error.detail, error.status_code).response
+    missing = f"there is no {path}: texts are at {' and '.join(TEXT_PATHS)}"
+    return ApiError(missing if error.status_code == 404 else error.detail, error.status_code).response

@@ -3,9 +3,11 @@
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.responses import JSONResponse
 
 LONGEST_NAME = 100  # characters of a field's name in a message
+UNION_KINDS = {"str", "constrained-str"}  # and lists, in pydantic's places of faults
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -47,9 +49,22 @@ class ApiError(Exception):
 
 def of_validation(error: ValidationError) -> ApiError:
     """The first fault of a request body. The message names the field and never quotes its value."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    names = [str(part)[:LONGEST_NAME] for part in first["loc"]]
-    param = ".".join(name for name in names if name != "str" and "[" not in name)  # without the kinds of a union
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    first, names = found[0], _names(found[0])
+    if len(first["loc"]) > len(names):  # a union has a fault for each of its kinds: take the kind that fits best
+        faults = [one for one in found if one["loc"][0] == first["loc"][0]]
+        first = max(faults, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
+        names = _names(first)
+    param = ".".join(names)
     if first["type"] == "extra_forbidden":
         return ApiError(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
     return ApiError(f"Invalid value for '{param}': {first['msg']}", param=param or None, code="invalid_value")
+
+
+def _names(fault: ErrorDetails) -> list[str]:
+    """The place of a fault, without the kinds of a union."""
+    return [
+        str(part)[:LONGEST_NAME]
+        for depth, part in enumerate(fault["loc"])
+        if not (depth == 1 and isinstance(part, str) and (part in UNION_KINDS or "[" in part))
+    ]

@@ -18,30 +18,44 @@ COLDEST = 1e-3  # a lower temperature is greedy: its logits would overflow
 MOST_SEED = 2**63
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "web_search_options": (None,),
-    "verbosity": (None,),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
-    "ignore_eos": (None, False),
-    "use_beam_search": (None, False),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "skip_special_tokens": (None, True),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "moderation": (),
+    "reasoning_effort": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "priority": (0,),
 }
-"""Fields of OpenAI and vLLM that this engine does not serve, with the values that ask for nothing. Chats have tools."""
+"""Fields of OpenAI and vLLM that this engine does not serve, with the values that ask for nothing. Chats have tools.
+
+So does null, for every field.
+"""
+NOT_ENFORCED = {"response_format": "no form of the text can be enforced, so ask for JSON in a message"}
+"""Reasons that a client's author must know, by field."""
 
 
 class _Body(BaseModel):
@@ -50,10 +64,12 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, document: Any) -> Any:
-        """Refuse objects with many fields: naming each unknown one takes seconds."""
-        if isinstance(document, dict) and len(document) > MOST_FIELDS:
+        """Refuse objects with many fields: naming each unknown one takes seconds. Leave out fields that are null."""
+        if not isinstance(document, dict):
+            return document
+        if len(document) > MOST_FIELDS:
             raise ApiError(f"an object has {len(document)} fields: at most {MOST_FIELDS} are allowed")
-        return document
+        return {name: value for name, value in document.items() if value is not None}
 
 
 class StreamOptions(_Body):
@@ -89,6 +105,8 @@ class TextsRequest(_Body):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -99,8 +117,11 @@ class TextsRequest(_Body):
         neutral = NEUTRAL.keys() & document.keys() - cls.model_fields.keys()
         for name in neutral:
             value = document[name]
-            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL[name]):
-                raise ApiError(f"'{name}' is not supported: leave it out", param=name, code="unsupported_parameter")
+            if value is not None and not any(
+                value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL[name]
+            ):
+                why = NOT_ENFORCED.get(name, "leave it out")
+                raise ApiError(f"'{name}' is not supported: {why}", param=name, code="unsupported_parameter")
         return {name: value for name, value in document.items() if name not in neutral}
 
     @model_validator(mode="after")
@@ -157,6 +178,7 @@ class Message(_Body):
     content: Any = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: Any = None
     tool_call_id: str | None = None
     # Fields of OpenAI's answers, which clients send back.

@@ -54,6 +54,8 @@ class OwnEngine:
             self.target.render([{"role": "user", "content": "Hi"}], **self.recipe.target.chat_template_kwargs)
 
     async def texts(self, request: HttpRequest, body: bytes) -> Response:
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise ApiError("send the body without 'Content-Encoding': it must not be compressed", 415)
         chat = request.scope["path"] == CHAT  # `request.url` also depends on the header Host
         asked: TextsRequest = openai_requests.parse(ChatRequest if chat else CompletionRequest, body)
         self._check_model(asked)
@@ -181,7 +183,8 @@ class OwnEngine:
 
     def _too_long(self, size: str, param: str) -> NoReturn:
         longest = self.target.context_length
-        message = f"the prompt has {size}; this model's context has {longest} tokens, answer included"
+        # Clients that shorten a conversation recognize it by OpenAI's words.
+        message = f"This model's maximum context length is {longest} tokens, answer included; the prompt has {size}"
         raise ApiError(message, param=param, code="context_length_exceeded")
 
     def _generations(self, asked: TextsRequest, prompts: list[list[int]], channel: Channel) -> list[Generation]:

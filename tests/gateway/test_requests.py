@@ -1,6 +1,7 @@
 """Bad requests get OpenAI's error object with the right status, and later requests succeed."""
 
 import asyncio
+import gzip
 import json
 from inspect import signature
 
@@ -109,10 +110,18 @@ def test_neutral_values_of_unsupported_fields_are_accepted(make_gateway):
         "tools": [],
         "user": "me",
         "stop": None,
+        "verbosity": "medium",
+        "stop_token_ids": [],
+        "prompt_cache_retention": "24h",
+        "parallel_tool_calls": False,
     }
     neutral |= {"response_format": {"type": "text"}, "n": None, "seed": None, "stream": False, "metadata": {"a": "b"}}
-    (response,) = make_gateway().ask(CHAT, chat(max_tokens=1, temperature=1, **neutral))
-    assert response.status_code == 200
+    nulls = dict.fromkeys([*openai_requests.NEUTRAL, *openai_requests.ChatRequest.model_fields, "of_next_year"])
+    spoken = {"role": "assistant", "content": "Hi", "reasoning": None, "of_next_year": None}
+    talk = {"messages": [*MESSAGES, spoken, *MESSAGES], "max_tokens": 1}
+    for body in (chat(max_tokens=1, temperature=1, **neutral), nulls | talk):
+        (response,) = make_gateway().ask(CHAT, body)
+        assert response.status_code == 200, response.text
 
 
 PROMPTS = [[], [[]], [-1], [10**9], [10**30], ["a", 1], "", [""], [[1], []], 3, {"a": 1}, ["x"] * 65, [1.5]]
@@ -123,11 +132,32 @@ def test_invalid_prompts_are_refused(send, prompt):
     assert error(send(json.dumps({"prompt": prompt, "max_tokens": 1}).encode(), COMPLETIONS), 400)["param"]
 
 
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"prompt": [3, -1]}, "prompt.1", "greater than or equal to 0"),
+        ({"prompt": ["x", 3]}, "prompt.1", "valid string"),
+        ({"prompt": ["x"] * 65}, "prompt", "at most 64 items"),
+        ({"prompt": "x", "stop": [""]}, "stop.0", "at least 1 character"),
+        ({"prompt": "x", "stop": "x" * 1025}, "stop", "at most 1024 characters"),
+        ({"prompt": "x", "str": 1}, "str", "Unrecognized"),
+        ({"prompt": "x", "echo": True}, "echo", "leave it out"),
+        ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format", "ask for JSON in a message"),
+    ],
+)
+def test_messages_name_the_fault_that_matters(send, body, param, message):
+    """All faults of a union used to be "Input should be a valid string", at places such as stop.constrained-str."""
+    said = error(send(json.dumps(body), COMPLETIONS), 400)
+    assert said["param"] == param and message in said["message"] and param in said["message"]
+
+
 @pytest.mark.parametrize("size", [10_000, 4_000_000])
 def test_overlong_prompts_are_refused(send, size):
     for path, body in ((COMPLETIONS, {"prompt": "ab " * size}), (CHAT, chat("ab " * (size // 2)))):
         if len(json.dumps(body)) < LimitsRecipe().body_bytes:
-            assert error(send(json.dumps(body).encode(), path), 400)["code"] == "context_length_exceeded"
+            said = error(send(json.dumps(body).encode(), path), 400)
+            assert said["code"] == "context_length_exceeded"
+            assert said["message"].startswith("This model's maximum context length is ")  # litellm reads these words
         else:
             error(send(json.dumps(body).encode(), path), 413)
 
@@ -154,6 +184,13 @@ def test_unknown_paths_are_closed(send, path, method):
     assert response.status_code in (404, 405), response.text
 
 
+def test_a_missing_path_names_the_paths_of_texts(send):
+    """A client with another base_url, or for OpenAI's Responses API, said only that there is no such path."""
+    for path in ("/chat/completions", "/v1/v1/chat/completions", "/v1/responses"):
+        said = error(send(b"{}", path), 404)["message"]
+        assert said == f"there is no {path}: texts are at /v1/chat/completions and /v1/completions"
+
+
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "GET"])
 def test_unsupported_methods_are_refused(send, method):
     assert error(send(b"{}", method=method), 405)
@@ -165,6 +202,12 @@ def test_other_content_types_are_refused(send):
     error(send(body, headers={"content-type": "text/plain"}), 415)
     error(send(body, headers={}), 415)
     assert send(body, headers={"content-type": "Application/JSON; charset=utf-8"}).status_code == 200
+
+
+def test_compressed_bodies_are_refused(send):
+    """They were "not valid JSON"."""
+    body = gzip.compress(json.dumps(chat()).encode())
+    assert "compressed" in error(send(body, headers=JSON | {"content-encoding": "gzip"}), 415)["message"]
 
 
 def test_a_long_invalid_list_gives_one_error(send, monkeypatch):
