@@ -113,12 +113,12 @@ def _texts(file: IO[bytes]) -> Iterator[bytes | None]:
 
 
 def _table(file: IO[bytes]) -> Iterator[bytes]:
-    """Rows of a CSV file. Its header tells whether commas, semicolons or tabs separate the cells."""
+    """Rows of a CSV file. Its header tells whether commas, semicolons, tabs or bars separate the cells."""
     csv.field_size_limit(MAX_LINE_BYTES)
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
     try:
         header = text.readline()
-        separator = max(",;\t", key=header.count)
+        separator = max(",;\t|", key=header.count)
         names = next(csv.reader([header], delimiter=separator), [])
         rows = csv.DictReader(text, names, delimiter=separator, strict=True)
         for row in rows:

@@ -37,7 +37,7 @@ from specctl.distillation.messages import (
 )
 from specctl.distillation.prompt_rows import ends_with_question
 from specctl.distillation.rejections import Rejections
-from specctl.distillation.traces import conversation_of, dialogue, keys_of
+from specctl.distillation.traces import body_of, conversation_of, dialogue, keys_of
 from specctl.engines import sglang, vllm
 from specctl.engines.records import GenerationRequest, GenerationResult, MalformedResponse
 from specctl.errors import ChatTemplateError
@@ -107,7 +107,11 @@ class LoggedTurn(NamedTuple):
 def turns(row: dict[str, Any]) -> list[LoggedTurn]:
     """The assistant's turns in a line. ValueError says why there are none."""
     if "response" in row and "prompt" not in row:
-        return [_turn_from_exchange(_body(row, "request"), _body(row, "response"))]
+        request, response = body_of(row, "request"), body_of(row, "response")
+        choices = response.get("choices")
+        if not isinstance(choices, list) or len(choices) < 2:
+            return [_turn_from_exchange(request, response)]
+        return [_turn_from_exchange(request, response | {"choices": [choice]}) for choice in choices]  # `n` in OpenAI's
     if (conversation := conversation_of(row)) is not None:
         return _turns(conversation)
     if "prompt" in row:
@@ -375,17 +379,3 @@ def _turns(whole: Conversation) -> list[LoggedTurn]:
         _turn(whole.before(place), whole.messages[place])._replace(in_trace=whole.is_trace and place > places[0])
         for place in places
     ]
-
-
-def _body(row: dict[str, Any], key: str) -> dict[str, Any]:
-    body = row.get(key)
-    if isinstance(body, str):
-        try:
-            body = json.loads(body)
-        except (ValueError, RecursionError):
-            raise ValueError(f"`{key}` is a string that is not JSON") from None
-    if isinstance(body, dict) and isinstance(body.get("body"), dict):
-        body = body["body"]
-    if not isinstance(body, dict):
-        raise ValueError(f"has no `{key}`")
-    return body

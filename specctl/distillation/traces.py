@@ -6,6 +6,8 @@
 {"conversations": [{"role": "user", "content": "…"}, …]}         SpecForge
 {"query": "…", "answers": "[{…}]", "tools": "[…]"}               xLAM
 {"instruction": "…", "input": "…", "output": "…"}                Alpaca; `context` is another name of `input` (Dolly)
+{"request": {"messages": […]}, …}                                a logged request, without its response
+{"body": {"messages": […]}, …}                                   a line of OpenAI's batch files
 {"trajectory": [{"role": "ai", "text": "…"}, …]}                 SWE-agent trajectories; also with OpenAI's messages
 {"history": [{"role": "assistant", "content": "…"}, …]}          files *.traj of SWE-agent
 
@@ -53,6 +55,9 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation | None:
     elif "instruction" in row:
         question = "\n\n".join(str(row[key]) for key in ("instruction", "input", "context") if row.get(key))
         messages = dialogue(question, row.get("output"))
+    elif "request" in row or isinstance(row.get("body"), dict):
+        row = body_of(row, "request" if "request" in row else "body")
+        messages = _list(row, "messages")
     else:
         return None
     return conversation_with(row, messages, agent=agent)
@@ -69,8 +74,19 @@ def keys_of(row: Mapping[str, Any]) -> str:
     return f"has {', '.join(f'`{key:.40}`' for key in list(row)[:5]) or 'no key'}"
 
 
+def body_of(row: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The request or the response in a log's row; proxies also write it as a string of JSON, or below `body`."""
+    body = _parsed(row.get(key), f"`{key}`")
+    if isinstance(body, dict) and isinstance(body.get("body"), dict):
+        body = body["body"]
+    if not isinstance(body, dict):
+        raise ValueError(f"has no `{key}`")
+    return body
+
+
 def _list(row: Mapping[str, Any], key: str) -> list[Any]:
-    value = _parsed(row[key], f"`{key}`") if isinstance(row[key], str) and row[key].lstrip()[:1] == "[" else row[key]
+    value = row.get(key)
+    value = _parsed(value, f"`{key}`") if isinstance(value, str) and value.lstrip()[:1] == "[" else value
     if not isinstance(value, list) or not value:
         raise ValueError(f"`{key}` must be a non-empty list")
     return list(value)

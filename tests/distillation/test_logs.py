@@ -48,6 +48,14 @@ def test_one_response_in_many_formats(row):
     assert turn.id == LoggedTurn([ASK], SAY["content"]).id
 
 
+def test_every_choice_is_a_response():
+    """Only the first choice used to be read; the others were lost without a word."""
+    both = {"choices": [{"message": SAY, "finish_reason": "stop"}, {"message": LATER, "finish_reason": "length"}]}
+    found = turns({"request": LOGGED["request"] | {"n": 2}, "response": both})
+    assert [(turn.messages, turn.answer, turn.cut) for turn in found] == [([ASK], "It is 5.", False), ([ASK], "8.", True)]
+    assert len({turn.id for turn in found}) == 2
+
+
 def test_every_assistant_turn_is_a_response():
     found = turns({"messages": [{"role": "system", "content": "Be short."}, ASK, SAY, MORE, LATER]})
     assert [(len(turn.messages), turn.answer) for turn in found] == [(2, "It is 5."), (4, "8.")]

@@ -105,6 +105,7 @@ FORMATS = {
     "p.csv": csv_file,
     "excel.csv": functools.partial(csv_file, delimiter=";", encoding="utf-8-sig"),
     "p.tsv": functools.partial(csv_file, delimiter="\t"),
+    "bars.csv": functools.partial(csv_file, delimiter="|"),
     "p.parquet": parquet_file,
 }
 
@@ -128,6 +129,27 @@ def test_alpaca_and_messages_in_other_formats(name, tmp_path):
     alpaca, other = read_prompts(data(tmp_path / name), "sql")
     assert alpaca.messages == [{"role": "user", "content": "Translate.\n\nBonjour"}] and alpaca.reference == "Hello"
     assert other.messages == [{"role": "user", "content": TEXTS[1]}]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda asked: {"request": asked, "response": {"choices": []}},
+        lambda asked: {"request": json.dumps(asked)},
+        lambda asked: {"request": {"body": asked}},
+        lambda asked: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": asked},
+    ],
+)
+def test_logged_requests_are_prompts(wrap):
+    """`eval` used to refuse the log from which `distill --from-log` had made the training data."""
+    asked = {"model": "m", "messages": [{"role": "user", "content": TEXTS[0]}], "tools": [{"name": "look_up"}]}
+    (prompt,) = prompts_of_row(wrap(asked), "sql")
+    assert prompt.messages == asked["messages"] and prompt.tools[0]["function"]["name"] == "look_up"
+    (plain,) = prompts_of_row({"messages": asked["messages"], "tools": asked["tools"]}, "sql")
+    assert prompt.id == plain.id
+    for bad in ({"request": "x{"}, {"request": {"prompt": "x"}}, {"request": None}, {"body": "Dear all,"}):
+        with pytest.raises(ValueError, match="not JSON|non-empty list|has no `request`|but has `body`"):
+            prompts_of_row(bad, "sql")
 
 
 def test_binary_cells_are_read_as_text(tmp_path):
