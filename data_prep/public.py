@@ -1,17 +1,13 @@
 """Prompts from the public data set of a domain. Only this module needs a network and the `datasets` package."""
 
-import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
+from .. import hub
 from ..errors import DataError, brief
 from .domain import SPLITS, Domain, PublicSet
-
-HUB_S = 5.0  # seconds to wait for a connection to the hub
 
 
 def load_public(domain: Domain, split: str = "train", limit: int | None = None) -> Iterator[str]:
@@ -66,21 +62,19 @@ def load_rows(
 @contextmanager
 def _offline_if_unreachable() -> Iterator[None]:
     """Load only from the cache if the hub cannot be reached: `huggingface_hub` would retry for half a minute, and print
-    every try. With a proxy, this is not checked."""
+    every try."""
     import datasets.config
     from huggingface_hub import constants
 
-    hub = urlsplit(constants.ENDPOINT)
     try:
-        if not constants.HF_HUB_OFFLINE and not {hub.scheme, "all"} & getproxies().keys():
-            socket.create_connection((hub.hostname, hub.port or {"http": 80}.get(hub.scheme, 443)), HUB_S).close()
-    except OSError as error:
+        hub.connect()
+    except ConnectionError as error:
         before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         try:
             yield
         except ConnectionError:
-            raise ConnectionError(f"{hub.hostname} cannot be reached ({error.strerror or error})") from None
+            raise error from None
         finally:
             constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
     else:

@@ -187,7 +187,8 @@ def working_directory() -> Iterator[Finding]:
 def describe_target(name: str) -> tuple[Description | None, Finding]:
     """Describe a target from its configuration alone, with a finding on whether and how it can run."""
     from specctl.decoding.models.describe import describe
-    from specctl.decoding.models.loading import is_gguf
+    from specctl.decoding.models.loading import is_gguf, load_tokenizer
+    from specctl.decoding.target_text import BASE_TEMPLATE
     from specctl.recipe import TargetRecipe
 
     what = f"target {name}"
@@ -206,13 +207,14 @@ def describe_target(name: str) -> tuple[Description | None, Finding]:
     if about.path == "engine" and about.chat_template:
         return about, Finding(what, "note", path, "an engine runs it; the table shows the commands that work")
     if about.chat_template is None:
-        return about, Finding(what, "missing", "its tokenizer cannot be read", "put its files next to config.json")
+        try:
+            load_tokenizer(where)
+        except CheckpointError as error:
+            return about, Finding(what, "missing", error.message, error.hint)
     if not about.chat_template:
-        fix = "add chat_template.jinja to the target's directory (for a base model: '{{ messages[0].content }}')"
+        fix = f"add chat_template.jinja to the target's directory (for a base model: '{BASE_TEMPLATE}')"
         if is_gguf(name):
-            fix = (
-                f"gguf-new-metadata --chat-template '{{{{ messages[0].content }}}}' {name} NEW.gguf (for a base model)"
-            )
+            fix = f"gguf-new-metadata --chat-template '{BASE_TEMPLATE}' {name} NEW.gguf (for a base model)"
         return about, Finding(what, "note", f"{path}; it has no chat template, which is needed to render prompts", fix)
     return about, Finding(what, "ok", path)
 
@@ -306,12 +308,13 @@ def _in_words(about: Description) -> dict[str, Any]:
     }
 
 
-def _commands(uses: list[dict[str, Any]]) -> Any:
+def _commands(uses: list[dict[str, Any]], about: Description, missing: int) -> Any:
     """Render the commands that work and the commands that do not; one line if all work."""
     from specctl.cli.output import table
 
     if all(use["works"] for use in uses):
-        return "commands: all work with this target"
+        lack = " once it has a chat template" if about.chat_template is False else ""
+        return f"commands: all work with this target{' once nothing is missing' if missing else lack}"
     groups: dict[tuple[bool, str], list[str]] = {}
     for use in uses:
         groups.setdefault((use["works"], use["without"]), []).append(use["command"])
@@ -334,6 +337,5 @@ def _report(document: dict[str, Any], about: Description | None) -> Any:
     missing = document["missing"]
     lacking = f"{counted(missing, 'requirement')} {'is' if missing == 1 else 'are'} missing"
     verdict = lacking if missing else "all requirements are met"
-    return Group(
-        grid, "", *([fields(_in_words(about)), "", _commands(document["commands"]), ""] if about else []), verdict
-    )
+    described = [fields(_in_words(about)), "", _commands(document["commands"], about, missing), ""] if about else []
+    return Group(grid, "", *described, verdict)

@@ -11,6 +11,9 @@ from specctl.decoding.models.loading import load_config, load_generation_config,
 from specctl.decoding.models.supported import context_limit
 from specctl.errors import ChatTemplateError, CheckpointError, DataError
 
+BASE_TEMPLATE = '{% for m in messages %}{{ m.content + "\\n" }}{% endfor %}'
+"""Chat template that a base model can use: the messages, one below the other."""
+
 
 class ModelVersion(NamedTuple):
     """The version of a model's files: a revision on the hub, and a digest of the weights. With an adapter, also the
@@ -87,7 +90,7 @@ class TargetText:
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise DataError(
                 f"target {self.name} has no chat template",
-                "add chat_template.jinja to the model directory (a base model can use '{{ messages[0].content }}')",
+                f"add chat_template.jinja to the model directory (a base model can use '{BASE_TEMPLATE}')",
             )
         if self._renderer is None or not self._renderer.serves(self.tokenizer):
             self._renderer = Renderer(self.tokenizer)
@@ -102,7 +105,7 @@ class TargetText:
                 f"the chat template of target {self.name} does not render tool calls", "use a template for tools"
             )
         ids = self._renderer(self.name, named, chat_template_kwargs)
-        # A template that lays out only one message, such as the hint's example, would give every turn the same prompt.
+        # A template that lays out only one message would give every turn the same prompt.
         results = [one for one in messages if one["role"] == "tool"][-1:]
         last = messages[-1:] if len(messages) > 1 and messages[-1]["role"] == "user" else []
         if missing := next((one for one in [*last, *results] if not self.shows(ids, one)), None):

@@ -11,6 +11,7 @@ from typer.main import get_command
 from specctl import data_prep
 from specctl.cli import doctor
 from specctl.cli.main import app
+from specctl.decoding.target_text import load_target_text
 from specctl.threads import CpuFacts
 from tests.conftest import SIZES, write_tiny
 
@@ -174,7 +175,7 @@ def test_doctor_refuses_unusable_targets(specctl, tmp_path):
         "./t5": "not a decoder-only causal LM",
         "./unknown": "never-heard-of",
         "./seven": "not a multiple of the number of attention heads",
-        "./mute": "tokenizer cannot be read",
+        "./mute": "cannot load the tokenizer of ./mute: Couldn't instantiate the backend tokenizer from one of: (1)",
     }.items():
         done = specctl("doctor", "--target", name, "--json")
         finding = done.json["findings"][-1]
@@ -187,7 +188,35 @@ def test_doctor_notes_a_target_without_chat_template(specctl, tmp_path):
     (tmp_path / "base" / "chat_template.jinja").unlink()
     done = specctl("doctor", "--target", "./base", "--json")
     assert done.code == 0 and done.json["target"]["chat_template"] is False
-    assert "chat_template.jinja" in done.json["findings"][-1]["fix"]
+    fix = done.json["findings"][-1]["fix"]
+    assert "chat_template.jinja" in fix
+    shown = specctl("doctor", "--target", "./base").out
+    assert "commands: all work with this target once it has a chat template" in shown
+    # The advice used to be a template that leaves out all messages but the first.
+    (tmp_path / "base" / "chat_template.jinja").write_text(fix.partition("base model: '")[2].removesuffix("')"))
+    target = load_target_text("./base")
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
+    assert target.tokenizer.decode(target.render(messages)).split() == ["Be", "short.", "Hello"]
+
+
+def test_quantized_weights_that_cannot_be_read_are_left_to_engines(specctl, tmp_path, monkeypatch):
+    """`doctor` and --dry-run used to promise that all commands work, and the run stopped for a missing package."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    def not_installed(*args, **options):
+        raise ImportError("requires a package: pip install it")
+
+    monkeypatch.setattr(AUTO_QUANTIZER_MAPPING["awq"], "validate_environment", not_installed)
+    directory = Path(write_tiny(tmp_path / "small", "LlamaConfig", SIZES))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    done = specctl("doctor", "--target", "./small", "--json")
+    assert done.code == 0 and done.json["target"]["path"] == "engine"
+    assert {use["command"]: use["works"] for use in done.json["commands"]}["generate"] is False
+    for words in (["generate", "hi"], ["generate", "hi", "--dry-run"], ["eval", "--domain", "sql", "--dry-run"]):
+        stopped = specctl(*words, "--target", "./small")
+        assert stopped.code == 4 and "requires a package" in stopped.err and "distill --server" in stopped.err
+    assert specctl("distill", "--target", "./small", "--server", "http://localhost:1", "--dry-run").code == 0
 
 
 def test_a_directory_without_config_is_not_a_target(specctl, tmp_path):
@@ -241,7 +270,9 @@ def test_a_damaged_model_directory_is_reported(specctl, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).unlink()
     found = specctl("doctor", "--target", str(directory), "--json")
-    assert found.code == 4 and found.json["findings"][-1]["value"] == "its tokenizer cannot be read"
+    assert found.code == 4 and found.json["findings"][-1]["value"] == f"the tokenizer of {directory} has no vocabulary"
+    shown = specctl("doctor", "--target", str(directory)).out
+    assert "commands: all work with this target once nothing is missing" in shown
 
 
 @pytest.mark.parametrize(

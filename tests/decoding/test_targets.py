@@ -7,6 +7,8 @@ dropped, head sizes taken from the hidden size, tied heads untied.
 import json
 import math
 import os
+import socket
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from specctl import hub
 from specctl.decoding.models import lean, loading
 from specctl.decoding.models.loading import DTYPES, load_config, load_model, load_tokenizer
 from specctl.decoding.plan import plan_rows
@@ -444,8 +447,34 @@ def test_an_unknown_id_fails_at_once_without_the_hub(monkeypatch):
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(loading, "getproxies", dict)
+    monkeypatch.setattr(hub, "getproxies", dict)
     with pytest.raises(CheckpointError, match=r"nobody/unknown is neither .* 127.0.0.1 cannot be reached"):
         loading.load_config("nobody/unknown")
-    monkeypatch.setattr(loading, "getproxies", lambda: {"all": "socks5://proxy:1080"})
-    loading.check_within_reach("nobody/unknown")  # the proxy may reach it
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        port = proxy.getsockname()[1]
+        monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
+        monkeypatch.setattr(hub, "getproxies", lambda: {"all": f"socks5://127.0.0.1:{port}"})
+        loading.check_within_reach("nobody/unknown")  # the proxy may reach it
+    for url in (f"http://user:secret@127.0.0.1:{port}", f"127.0.0.1:{port}", "http://127.0.0.1:port"):
+        monkeypatch.setattr(hub, "getproxies", lambda url=url: {"https": url})
+        with pytest.raises(CheckpointError, match=r"and the proxy 127.0.0.1 cannot be reached"):
+            loading.check_within_reach("nobody/unknown")
+
+
+def test_a_file_of_a_model_is_not_its_directory(tmp_path):
+    """The message used to be that the file does not exist."""
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="is a file, not a directory") as error:
+        loading.load_config(str(tmp_path / "model.safetensors"))
+    assert error.value.hint == f"--target {tmp_path}"
+
+
+def test_a_sentencepiece_file_that_cannot_be_read_is_explained(tmp_path):
+    """The advice was to install tiktoken, from transformers."""
+    directory = Path(write_tiny(tmp_path, "LlamaConfig", SMALL))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    (directory / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="cannot load the tokenizer") as error:
+        loading.load_tokenizer(str(directory))
+    assert "pip install sentencepiece protobuf" in error.value.hint

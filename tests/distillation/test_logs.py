@@ -52,7 +52,10 @@ def test_every_choice_is_a_response():
     """Only the first choice used to be read; the others were lost without a word."""
     both = {"choices": [{"message": SAY, "finish_reason": "stop"}, {"message": LATER, "finish_reason": "length"}]}
     found = turns({"request": LOGGED["request"] | {"n": 2}, "response": both})
-    assert [(turn.messages, turn.answer, turn.cut) for turn in found] == [([ASK], "It is 5.", False), ([ASK], "8.", True)]
+    assert [(turn.messages, turn.answer, turn.cut) for turn in found] == [
+        ([ASK], "It is 5.", False),
+        ([ASK], "8.", True),
+    ]
     assert len({turn.id for turn in found}) == 2
 
 

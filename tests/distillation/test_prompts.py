@@ -148,7 +148,7 @@ def test_logged_requests_are_prompts(wrap):
     (plain,) = prompts_of_row({"messages": asked["messages"], "tools": asked["tools"]}, "sql")
     assert prompt.id == plain.id
     for bad in ({"request": "x{"}, {"request": {"prompt": "x"}}, {"request": None}, {"body": "Dear all,"}):
-        with pytest.raises(ValueError, match="not JSON|non-empty list|has no `request`|but has `body`"):
+        with pytest.raises(ValueError, match=r"not JSON|non-empty list|has no `request`|but has `body`"):
             prompts_of_row(bad, "sql")
 
 

@@ -6,24 +6,20 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 
-from specctl import regular_files
+from specctl import hub, regular_files
 from specctl.decoding.models import gguf_target, tensors
 from specctl.decoding.models.supported import check_decodable, context_limit, ropes, window_size
-from specctl.errors import CheckpointError, UsageError
+from specctl.errors import CheckpointError, UsageError, brief
 
-HUB_S = 2.0  # seconds to wait for a connection to the hub
 ATTENTION = (None, "eager", "sdpa")
 """Attention implementations that a configuration may choose: built into transformers, with support for any mask."""
 MOST_LAYERS = 1000
@@ -178,24 +174,21 @@ def is_hub_id(name: str) -> bool:
 
 
 def check_within_reach(name: str, revision: str | None = None) -> None:
-    """Raise CheckpointError for an id that is not cached while the hub cannot be reached: `huggingface_hub` would retry
-    for minutes. With a proxy, the check is skipped."""
-    from huggingface_hub import constants, try_to_load_from_cache
+    """Raise CheckpointError for an id that is not cached while the hub cannot be reached."""
+    from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    hub = urlsplit(constants.ENDPOINT)
-    if not is_hub_id(name) or constants.HF_HUB_OFFLINE or {hub.scheme, "all"} & getproxies().keys():
+    if not is_hub_id(name):
         return
     try:
         if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return
-        socket.create_connection((hub.hostname, hub.port or {"http": 80}.get(hub.scheme, 443)), HUB_S).close()
+        hub.connect()
     except HFValidationError:
         return  # not a valid id; transformers reports it
-    except OSError as error:
+    except ConnectionError as error:
         raise CheckpointError(
-            f"{name} is neither a directory nor in the Hugging Face cache, and {hub.hostname} cannot be reached "
-            f"({error.strerror or error})",
+            f"{name} is neither a directory nor in the Hugging Face cache, and {error}",
             f"give a directory, or run `hf download {name}` on a machine with network access",
         ) from error
 
@@ -211,11 +204,13 @@ def location(name: str) -> str:
         return str(builtin_path())
     if is_gguf(name):
         return str(gguf_target.directory(name))
-    if name.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(name)):
+    directory = Path(name).expanduser()
+    if name.startswith((".", "/", "~")) and not os.path.isdir(directory):
+        if os.path.isfile(directory):
+            raise CheckpointError(f"target {name} is a file, not a directory", f"--target {directory.parent}")
         raise CheckpointError(
             f"model directory {name} does not exist", "give a directory with config.json, or 'builtin'"
         )
-    directory = Path(name).expanduser()
     if not os.path.isdir(directory):  # returns False, without an error, for a name that is too long
         return name
     for file in sorted(directory.iterdir()):
@@ -341,7 +336,11 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
         )
         vocabulary = tokenizer.encode("a", add_special_tokens=False)
     except Exception as error:  # files can make the libraries raise anything
-        raise CheckpointError(f"cannot load the tokenizer of {name}: {first_line(error)}") from error
+        reason = brief(" ".join(str(error).split()) or type(error).__name__, LONGEST_LINE)  # of many short lines
+        hint = "put tokenizer.json and tokenizer_config.json next to config.json"
+        if os.path.isfile(os.path.join(location(name), "tokenizer.model")):
+            hint = "pip install sentencepiece protobuf, which read tokenizer.model; or put tokenizer.json next to it"
+        raise CheckpointError(f"cannot load the tokenizer of {name}: {reason}", hint) from error
     if not vocabulary:  # transformers makes an empty vocabulary if the files are missing
         raise CheckpointError(f"the tokenizer of {name} has no vocabulary", "put tokenizer.json next to config.json")
     return tokenizer

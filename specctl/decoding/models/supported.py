@@ -1,8 +1,10 @@
 """Requirements of speculative decoding on a target's architecture, and limits on its sequence length."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, brief
 
 DENSE = {"llama", "mistral", "qwen2", "qwen3"}
 """Model types of text models that the lean step may compute; their layers have no recurrent state."""
@@ -38,6 +40,8 @@ def unsupported_reason(config, model_class: type | None = None) -> str | None:
 
 def engine_only_reason(config) -> str | None:
     """Reason why only an engine can run a target that `load_config` has read, or None if our own loop can, too."""
+    if (quantized := quantisation(config)) is not None and (reason := _unreadable_reason(quantized)) is not None:
+        return reason
     if config.model_type in DENSE:
         return unsupported_reason(config)  # without the mapping, which imports the models' code
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
@@ -46,6 +50,43 @@ def engine_only_reason(config) -> str | None:
     if model is None and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         return "it is a vision-language or speech model, and specctl itself runs only text models"
     return unsupported_reason(config, model)
+
+
+def quantisation(config: Any) -> Any:
+    """The `quantization_config` of a model or of its text part, or None if it is not quantized."""
+    parts = (config, config.get_text_config())
+    return next((held for part in parts if (held := getattr(part, "quantization_config", None))), None)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress `transformers`' warnings about missing or unexpected tensors."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _unreadable_reason(quantized: Any) -> str | None:
+    """Reason why `transformers` cannot read quantized weights on this machine, such as a package that is not installed.
+    None if it can, or if the configuration is faulty, which `check_quantisation` reports."""
+    import torch
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        with quiet():
+            quantizer = AutoHfQuantizer.from_config(quantized, pre_quantized=True)
+            quantizer.validate_environment(device_map=None, weights_only=True, dtype=torch.bfloat16)
+    except (ImportError, RuntimeError) as error:
+        return f"its weights are quantized, and transformers cannot read them here: {brief(str(error))}"
+    except Exception:  # a configuration can make a quantizer raise anything
+        return None
+    return None
 
 
 def check_decodable(name: str, config: Any) -> None:

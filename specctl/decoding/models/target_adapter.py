@@ -20,7 +20,8 @@ from torch import Tensor
 
 from specctl import regular_files
 from specctl.decoding.models.loading import first_line
-from specctl.decoding.models.tensors import ADAPTER, quantisation
+from specctl.decoding.models.supported import quantisation
+from specctl.decoding.models.tensors import ADAPTER
 from specctl.errors import CheckpointError
 
 WEIGHTS = "adapter_model.safetensors"

@@ -4,14 +4,15 @@
 model has no place for.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from specctl import regular_files
+from specctl.decoding.models.supported import quantisation
+from specctl.decoding.models.supported import quiet as quiet
 from specctl.errors import CheckpointError
 
 ADAPTER = "adapter_config.json"
@@ -96,26 +97,6 @@ def check_quantisation(what: str, config: Any) -> None:
             f"{what}: config.json: quantization_config.quant_method is {method!r:.60}, which transformers cannot read",
             f"use weights that are not quantized, or one of {', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}",
         )
-
-
-def quantisation(config: Any) -> Any:
-    """The `quantization_config` of a model or of its text part, or None if it is not quantized."""
-    parts = (config, config.get_text_config())
-    return next((held for part in parts if (held := getattr(part, "quantization_config", None))), None)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress `transformers`' warnings about missing or unexpected tensors."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def _misfit(model: Any, info: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specctl.decoding.models.tensors import quiet
+from specctl.decoding.models.supported import quiet
 from specctl.errors import CheckpointError
 from specctl.lab.reasoning.lookahead import Mismatch
 from specctl.lab.reasoning.options import FULL_BELOW, LearningMode, LookaheadRecipe
