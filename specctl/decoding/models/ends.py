@@ -25,6 +25,7 @@ from specctl.decoding.models.loading import (
     load_generation_config,
     location,
 )
+from specctl.decoding.models.supported import quiet
 from specctl.decoding.models.weight_files import EMBEDDINGS, WeightFiles
 from specctl.errors import CheckpointError
 
@@ -185,7 +186,7 @@ def load_layerless(
             found.fill(WeightFiles(location(name), revision), name, device, dtype)
         found.generation_config = load_generation_config(name, config, revision=revision)
         return found.eval()
-    with load_errors(name), tensors.quiet():  # the layers' tensors are unexpected here, as intended
+    with load_errors(name), quiet():  # the layers' tensors are unexpected here, as intended
         loaded: Any = from_pretrained_of(name, config, dtype)(
             config=without_layers(config),
             dtype=dtype,

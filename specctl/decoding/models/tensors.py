@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from specctl import regular_files
-from specctl.decoding.models.supported import quantisation
-from specctl.decoding.models.supported import quiet as quiet
+from specctl.decoding.models.supported import quantisation, quiet
 from specctl.errors import CheckpointError
 
 ADAPTER = "adapter_config.json"

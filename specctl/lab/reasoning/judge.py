@@ -18,6 +18,7 @@ import torch
 from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.models import tensors
 from specctl.decoding.models.loading import check_within_reach, first_line, location, model_directory, pick_device
+from specctl.decoding.models.supported import quiet
 from specctl.decoding.offline import decode
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
@@ -131,7 +132,7 @@ class EmbeddingJudge:
             tensors.check_adapter(f"judge {recipe.name}", model_directory(str(recipe.name), recipe.revision))
             where, options = location(str(recipe.name)), {"revision": recipe.revision, "trust_remote_code": False}
             self.tokenizer = AutoTokenizer.from_pretrained(where, **options)
-            with tensors.quiet():
+            with quiet():
                 loaded: Any = AutoModel.from_pretrained(where, use_safetensors=True, **options, **tensors.REPORT)
         except CheckpointError:
             raise

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specctl.decoding.models import tensors
 from specctl.decoding.models.loading import load_tokenizer, location, model_directory
+from specctl.decoding.models.supported import quiet
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError
@@ -178,7 +179,7 @@ def _pretrained(name: str, classes: int, *, new_head: bool = False, revision: st
     safely: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
     try:
         tensors.check_adapter(what, model_directory(name, revision))
-        with tensors.quiet():  # it would warn that the head is new, but training follows
+        with quiet():  # it would warn that the head is new, but training follows
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                 location(name), num_labels=classes, revision=revision, **safely, **tensors.REPORT
             )
