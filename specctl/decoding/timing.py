@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from specctl.progress import interrupts
+
 WARM_UP = 3
 
 
 def medians(functions: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Median seconds of each function."""
+    """Median seconds of each function. Raises Interrupted if a signal has arrived."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats + WARM_UP):
         for name, function in functions.items():
+            interrupts.check()
             synchronise(device)
             started = time.perf_counter()
             function()

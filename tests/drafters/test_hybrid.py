@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,8 @@ from specctl.drafters.hybrid.gate import (
 from specctl.drafters.hybrid.weighed import Size, TextProposal, best_size
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.tree import ProposedTree
-from specctl.errors import CheckpointError, UsageError
+from specctl.errors import CheckpointError, Interrupted, UsageError
+from specctl.progress import interrupts
 from specctl.recipe import DraftingRecipe
 from tests.toys.decoding import decode
 
@@ -517,6 +519,24 @@ class TestCosts:
         monkeypatch.setattr(costs, "REPEATS", 1)
         costs.measure(target, Claims())
         assert max(slots) < 2 * (costs.FAR + costs.ROOM)
+
+    def test_a_signal_ends_measuring_within_a_round(self, target, monkeypatch):
+        """It was answered only after all repetitions, which took 17 seconds on a busy core."""
+        rounds = []
+        real = costs.verify
+
+        def signalled(target, state, draft):
+            interrupts.handle(signal.SIGTERM)
+            rounds.append(draft.size)
+            return real(target, state, draft)
+
+        monkeypatch.setattr(costs, "verify", signalled)
+        try:
+            with pytest.raises(Interrupted):
+                costs.measure(target, Claims())
+        finally:
+            interrupts.reset()
+        assert len(rounds) == 1
 
     def test_an_unwritable_cost_cache_is_reported(self, target, tmp_path, monkeypatch, capsys):
         (tmp_path / "specctl").write_text("a file is in the way")

@@ -205,7 +205,10 @@ def _validated(found: Any) -> Costs:
 
 @torch.inference_mode()
 def measure(target: Target, head: CandidateDrafter | None) -> Costs:
-    """Time rounds of all sizes and the head's levels, each relative to a round of one row; returns medians."""
+    """Time rounds of all sizes and the head's levels, each relative to a round of one row; returns medians.
+
+    Raises Interrupted if a signal has arrived.
+    """
     ratios: dict[str, list[float]] = {}
     near, far = (min(length, target.context_length // part) for length, part in ((CONTEXT, 4), (FAR, 2)))
     # Keyed by the suffix of the timed names: number of texts, their length in tokens, and rows per text.
@@ -287,6 +290,7 @@ def _commit_a_round(target: Target, state: DecodeState) -> None:
 
 
 def _seconds(target: Target, function: Callable[[], object]) -> float:
+    progress.interrupts.check()
     synchronise(target.device)
     clock = work_clock(target.device)
     started = clock()

@@ -98,7 +98,6 @@ def steps(recipe: BenchRecipe, target: Target, model, weights_ms: float, bar: Pr
     model(ids, past_key_values=theirs, use_cache=True)
 
     def ours(tokens: torch.Tensor) -> object:
-        interrupts.check()
         plan = plan_rows([context], tokens.shape[1], device=target.device, dtype=target.dtype)
         return target.step(tokens, cache, plan)
 
