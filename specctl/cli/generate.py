@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from typing import TYPE_CHECKING, Any
 
 from specctl import progress
@@ -44,11 +44,20 @@ def prompt_of(recipe: GenerateRecipe) -> str:
 
         progress.log("no prompt given: answering one from the SQL generator (--json shows it)")
         return next(data_prep.get("sql").generate(1, recipe.sampling.seed, "test"))
-    text = sys.stdin.read() if recipe.prompt == "-" else recipe.prompt
+    try:
+        if recipe.prompt == "-":
+            from specctl.distillation.line_streams import open_prompts
+
+            with open_prompts("-") as file:
+                text = file.read().decode("utf-8-sig")
+        else:
+            text = recipe.prompt
+            if any("\ud800" <= char <= "\udfff" for char in text):  # bytes that the locale's encoding lacks
+                text = os.fsencode(text).decode()
+    except UnicodeError:
+        raise DataError("the prompt is not UTF-8") from None
     if not text.strip():
         raise UsageError("the prompt is empty", hint='specctl generate "your question"')
-    if any("\ud800" <= char <= "\udfff" for char in text):  # Python decodes invalid bytes to these
-        raise DataError("the prompt is not UTF-8")
     return text
 
 

@@ -2,13 +2,16 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import transformers
 from typer.main import get_command
 
-from specctl import data_prep
+from specctl import data_prep, progress
 from specctl.cli import doctor
 from specctl.cli.main import app
 from specctl.decoding.target_text import load_target_text
@@ -240,6 +243,41 @@ def test_generate_says_when_no_prompt_was_given(specctl):
     assert specctl("generate", "hi", "--dry-run").err == ""
     done = specctl("generate", "\udcff\udcfe", "--dry-run")
     assert done.code == 3 and "not UTF-8" in done.err
+
+
+def from_pipe(monkeypatch, content: bytes | None):
+    """Make stdin a pipe with `content`, or one that stays silent."""
+    read, write = os.pipe()
+    if content is not None:
+        os.write(write, content)
+        os.close(write)
+    monkeypatch.setattr(sys, "stdin", os.fdopen(read))
+
+
+def test_a_prompt_on_stdin_is_utf8(specctl, monkeypatch):
+    """Other bytes were an unexpected error, or characters of the locale's encoding."""
+    from_pipe(monkeypatch, b"\xef\xbb\xbfna\xc3\xafve")
+    assert specctl("generate", "-", "--dry-run", "--json").json["recipe"]["prompt"] == "naïve"
+    from_pipe(monkeypatch, b"caf\xe9")
+    done = specctl("generate", "-", "--dry-run")
+    assert done.code == 3 and "not UTF-8" in done.err
+
+
+def test_sigterm_ends_the_wait_for_a_prompt(specctl, monkeypatch):
+    from_pipe(monkeypatch, None)
+    progress.interrupts.handle(signal.SIGTERM)
+    try:
+        assert specctl("generate", "-", "--dry-run").code == 75
+    finally:
+        progress.interrupts.reset()
+
+
+def test_a_prompt_in_utf8_is_read_under_the_locale_c():
+    """Python decodes the command line as ASCII there."""
+    command = [sys.executable, "-m", "specctl", "generate", "naïve 😀", "--dry-run", "--json"]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["recipe"]["prompt"] == "naïve 😀"
 
 
 def test_doctor_checks_the_weights(tmp_path):
