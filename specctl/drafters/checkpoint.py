@@ -9,6 +9,7 @@ manifest.json       size and sha256 of every other file, written last
 """
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -107,12 +108,20 @@ def staged(place: Path) -> Iterator[Path]:
         yield draft
         sync(draft)
         _move_into_place(draft, place)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        if isinstance(error, SpecctlError) or not (isinstance(error, OSError | SafetensorError) or _refused(error)):
+            raise
+        first = str(error).partition("\n")[0]
         raise SpecctlError(
-            f"cannot write {place}: {error}", hint="free space, or choose another --output-dir"
+            f"cannot write {place}: {first}", hint="free space, or choose another --output-dir"
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _refused(error: Exception) -> bool:
+    """Whether the file system refused to write for `torch.save` or `tokenizers`, which raise no OSError."""
+    return re.search(r"PytorchStreamWriter|inline_container|\(os error \d+\)", str(error)) is not None
 
 
 def load(directory: str | Path) -> Checkpoint:
@@ -285,8 +294,8 @@ def _move_into_place(draft: Path, place: Path) -> None:
         place.rename(backup)
     try:
         draft.rename(place)
-    except OSError:
-        if backup.exists():
+    except BaseException:  # Ctrl-C, too
+        if backup.exists() and not place.exists():
             backup.rename(place)
         raise
     sync(place.parent)

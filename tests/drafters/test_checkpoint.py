@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError, SpecctlError, UsageError
@@ -222,18 +224,53 @@ def test_a_full_disk_leaves_the_old_drafter(drafter, limit):
     assert os.listdir(drafter.parent) == [drafter.name]
 
 
-def test_a_failed_move_puts_the_old_drafter_back(drafter, monkeypatch):
+def stage_with_limit(place, write):
+    """Try `write(directory)` with a limit of 4 KiB per file; exit with 0 if that fails cleanly."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    try:
+        with checkpoint.staged(place) as draft:
+            write(draft)
+    except SpecctlError as error:
+        sys.exit("cannot write" not in error.message or "\n" in error.message)
+    sys.exit(2)
+
+
+def save_pickle(draft):
+    torch.save({"a": torch.ones(5000)}, draft / "a.bin")
+
+
+def save_tokenizer(draft):
+    Tokenizer(WordLevel({f"word {number}": number for number in range(5000)})).save(str(draft / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("write", [save_pickle, save_tokenizer])
+def test_a_full_disk_is_named_whatever_library_writes(tmp_path, write):
+    """`torch.save` raises a RuntimeError, and `tokenizers` a bare Exception."""
+    place = tmp_path / "exported"
+    process = multiprocessing.get_context("fork").Process(target=stage_with_limit, args=(place, write))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError("injected"), SpecctlError), (KeyboardInterrupt(), KeyboardInterrupt)],
+    ids=["OSError", "KeyboardInterrupt"],
+)
+def test_a_failed_move_puts_the_old_drafter_back(drafter, monkeypatch, error, raised):
     rename = os.rename
     moves = []
 
     def second_fails(self, new):
         moves.append(new)
         if len(moves) == 2:
-            raise OSError("injected")
+            raise error
         rename(self, new)
 
     monkeypatch.setattr(type(drafter), "rename", second_fails)
-    with pytest.raises(SpecctlError, match="injected"):
+    with pytest.raises(raised):
         write(drafter, 2.0, overwrite=True)
     assert checkpoint.load(drafter).tensors["a.weight"][0, 0] == 1
 
