@@ -1,11 +1,12 @@
 """Replays compared with examples by hand, and with upper bounds that no policy may exceed."""
 
+import signal
 from dataclasses import replace as changed
 
 import numpy as np
 import pytest
 
-from specctl.errors import DataError
+from specctl.errors import DataError, Interrupted
 from specctl.lab.recorded.hindsight import Hindsight, games, round_starts, token_losses
 from specctl.lab.recorded.regret import (
     bootstrap_ratio,
@@ -18,6 +19,7 @@ from specctl.lab.recorded.regret import (
 )
 from specctl.lab.recorded.replay import draft_all, oracle, replay
 from specctl.lab.recorded.trace import Trace
+from specctl.progress import interrupts
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.game.rules import rules_for
 from specctl.selection.policies.registry import NAMES
@@ -54,6 +56,16 @@ Draft-all has rounds at 0 (arm 0), 3, 4 (arm 0), 6."""
 @pytest.fixture(scope="module")
 def hindsight():
     return Hindsight(specialists(60, 45, seed=3, run=4))
+
+
+def test_a_signal_ends_a_replay(hindsight):
+    """SIGTERM was only remembered, and `specctl replay` ended with exit code 0."""
+    interrupts.handle(signal.SIGTERM)
+    try:
+        with pytest.raises(Interrupted):
+            played("fixed", hindsight)
+    finally:
+        interrupts.reset()
 
 
 def test_rounds_of_an_arm_alone_by_hand():

@@ -6,6 +6,7 @@ import numpy as np
 
 from specctl.lab.recorded.hindsight import Hindsight, Ints, PlayedGame
 from specctl.lab.recorded.trace import Table, Trace
+from specctl.progress import interrupts
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.arms import PLAIN
 from specctl.selection.game.clock import ArmClock
@@ -39,7 +40,8 @@ class Replay:
 
 
 def replay(name: str, hindsight: Hindsight, policy: PolicyRecipe, game: GameRecipe, seed: int = 0) -> Replay:
-    """Play a policy on every trace, with a fresh one at every reset. Raises UsageError if no policy has that name."""
+    """Play a policy on every trace, with a fresh one at every reset. Raises UsageError if no policy has that name,
+    Interrupted if a signal has arrived."""
     table = hindsight.table
     rules = rules_on(table, name, game)
     plain = table.arms.index(PLAIN) if PLAIN in table.arms else None
@@ -66,6 +68,7 @@ def _play(game: Game, hindsight: Hindsight, queries: list[int], ends: bool, memo
     overheads, count = hindsight.table.overheads, game.arms.count
     reading = [0.0] * count if overheads is None else overheads.reading(np.full(count, CATCH_UP_TOKENS)).tolist()
     for index in queries:
+        interrupts.check()
         before = len(game.log)
         trace = hindsight.table.traces[index]
         if memory is None or not isinstance(game.policy, ContextualUcb):
