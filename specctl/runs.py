@@ -313,12 +313,15 @@ def path_in_errors(path: Path) -> Iterator[None]:
 
 
 def make_dir(path: Path, mode: int = 0o777) -> None:
-    """Create a directory to write into. Raises SpecctlError, not a traceback, if the file system refuses.
+    """Create a directory to write into. Raises SpecctlError if the file system refuses, UsageError if a file is there.
 
     `mode`: permissions of a new directory, before the umask; an existing directory keeps its permissions.
     """
     try:
         path.mkdir(mode, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        taken = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+        raise UsageError(f"{taken} is a file, not a directory", hint="choose another --output-dir") from error
     except OSError as error:
         raise SpecctlError(f"cannot create {path}: {error.strerror}", hint="choose another --output-dir") from error
     if not os.access(path, os.W_OK):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specctl import lock, runs
-from specctl.errors import SpecctlError, UsageError
+from specctl.errors import UsageError
 from specctl.recipe import DistillRecipe, EvalRecipe, GenerateRecipe, LearnFromServerRecipe, OnlineRecipe, TrainRecipe
 from tests.conftest import holding
 
@@ -123,7 +123,7 @@ def test_a_run_of_another_command_is_not_resumed(tmp_path):
 
 def test_a_directory_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SpecctlError, match="cannot create"):
+    with pytest.raises(UsageError, match="file is a file, not a directory"):
         runs.Run.create("eval", EvalRecipe(), tmp_path / "file/out")
 
 

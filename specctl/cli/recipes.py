@@ -47,6 +47,8 @@ def cp(name: Name, to: Annotated[Path, typer.Argument(help="The file to write, o
     target = to / f"{name.rsplit('/', 1)[-1].removesuffix(suffix)}{suffix}" if to.is_dir() else to
     if target.exists():
         raise UsageError(f"{target} exists", hint="choose another name")
+    if not target.parent.is_dir():
+        raise UsageError(f"there is no directory {target.parent}", hint="make it, or choose another place")
     atomic_write(target, text)
     document = {"name": name, "written": str(target)}
     output.result(document, lambda doc: f"wrote {cell(doc['written'])}", brief=str(target))

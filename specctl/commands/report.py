@@ -45,15 +45,16 @@ def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None
     records = collect.read([Path(run) for run in runs] or [collect.newest()])
     looks = Looks()
     names = dict.fromkeys(run.command for run in records)
-    parts = {name: _contents(name, [run for run in records if run.command == name], looks) for name in names}
+    parts: dict[str, Contents] = {}
+    images: dict[str, list[bytes]] = {}
+    for name in names:
+        parts[name], images[name] = _contents(name, [run for run in records if run.command == name], looks)
 
     directory = Path(output_dir) if output_dir else _directory(records)
     make_dir(directory)
     pictures: list[str] = []
     tables: list[str] = []
-    images: dict[str, list[bytes]] = {}
     for name, contents in parts.items():
-        images[name] = [plots.png(picture.figure) for picture in contents.pictures]
         for picture, png in zip(contents.pictures, images[name], strict=True):
             pictures.append(_write(directory / _file_name(name, picture.name, ".png"), png))
         for table in contents.tables if csv else ():
@@ -63,15 +64,17 @@ def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None
     return ReportResult(written, [str(run.dir) for run in records], pictures, tables, notes)
 
 
-def _contents(command: str, runs: list[RunRecord], looks: Looks) -> Contents:
+def _contents(command: str, runs: list[RunRecord], looks: Looks) -> tuple[Contents, list[bytes]]:
+    """Return the contents of one command's part of the page, and its pictures as PNG files."""
     try:
         made = commands.contents(command, runs, looks)
+        images = [plots.png(picture.figure) for picture in made.pictures]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         where = ", ".join(str(run.dir) for run in runs)
         hint = "the run may be of another version: repeat it, or leave it out"
         raise SpecctlError(f"{where}: unexpected content in the files of {command} ({error!r})", hint) from error
     unequal = differing(runs) if len(runs) > 1 else None
-    return Contents(made.headline, made.pictures, made.filled + ([unequal] if unequal else []))
+    return Contents(made.headline, made.pictures, made.filled + ([unequal] if unequal else [])), images
 
 
 def _directory(runs: Sequence[RunRecord]) -> Path:

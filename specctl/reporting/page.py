@@ -5,6 +5,7 @@ content security policy in its head also enforces.
 """
 
 import base64
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ def _where(run: RunRecord) -> str:
 
 def _took(run: RunRecord) -> str | None:
     seconds = run.result.get("elapsed_s")
-    if not isinstance(seconds, int | float):
+    if not isinstance(seconds, int | float) or not math.isfinite(seconds):
         return None
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

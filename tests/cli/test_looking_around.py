@@ -24,6 +24,7 @@ def test_a_recipe_can_be_copied_edited_and_validated(specctl, tmp_path):
     mine = tmp_path / "mine.yaml"
     assert specctl("recipes", "validate", "mine.yaml").code == 0
     assert specctl("recipes", "cp", "eval", "mine.yaml").code == 2, "nothing is overwritten"
+    assert specctl("recipes", "cp", "eval", "none/mine.yaml").code == 2, "directories are not made"
     mine.write_text(mine.read_text().replace("ttt_steps", "ttt_step").replace("clip: 0.5", "clip: high"))
     done = specctl("recipes", "validate", "mine.yaml")
     assert done.code == 2

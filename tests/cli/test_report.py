@@ -65,8 +65,8 @@ def test_a_report_can_be_repeated(specctl, run):
         (["runs/empty"], 2, "is not a run directory"),
         (["runs"], 2, "specctl report runs/*"),
         (["runs/broken"], 1, "runs/broken/result.json is not JSON"),
-        (["runs/a", "--output-dir", "file"], 1, "--output-dir"),
-        (["runs/a", "--output-dir", "file/below"], 1, "--output-dir"),
+        (["runs/a", "--output-dir", "file"], 2, "--output-dir"),
+        (["runs/a", "--output-dir", "file/below"], 2, "--output-dir"),
     ],
 )
 def test_invalid_arguments_give_one_error_line(specctl, run, argv, code, says):
@@ -78,6 +78,12 @@ def test_invalid_arguments_give_one_error_line(specctl, run, argv, code, says):
     assert done.code == code, done.err
     assert says in done.json["error"]["message"] + str(done.json["error"]["hint"])
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "1e999"])
+def test_a_duration_without_a_value_is_left_out(specctl, run, seconds):
+    Path(run("a"), "result.json").write_text(f'{{"command": "distill", "elapsed_s": {seconds}}}')
+    specctl.ok("report", "runs/a")
 
 
 def test_without_runs_it_is_an_error(specctl):
