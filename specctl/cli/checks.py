@@ -237,6 +237,12 @@ def check_output(command: str, path: Path, *, resume: bool = False, overwrite: b
     if not (resume or overwrite) and path.is_dir() and any(there.name != lock.NAME for there in path.iterdir()):
         raise UsageError(f"{path} exists", hint="--overwrite replaces it, --resume continues it if the command can")
     check_same_command(path, command)
+    check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    """Check that the directory `path`, or the nearest existing one above it, can be written. Raises UsageError,
+    SpecctlError."""
     parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not parent.is_dir():
         raise UsageError(f"{parent} is a file, not a directory", hint="choose another --output-dir")

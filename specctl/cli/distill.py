@@ -29,6 +29,7 @@ def distill(recipe: DistillRecipe, dry_run: bool) -> None:
         checks.check_data(recipe.data)
     else:
         check_log(recipe, recipe.log)
+    check_excluded(recipe)
     check_store(recipe)
     run_or_plan("distill", recipe, dry_run, lambda: steps(recipe), fields, "output")
 
@@ -40,6 +41,14 @@ def check_log(recipe: DistillRecipe, log: str) -> None:
     checks.check_label(recipe.data.domain[0])
     if log != "-" and not (Path(log).is_file() or Path(log).is_fifo()):  # the shell's `<(…)` is a pipe
         raise DataError(f"log file {log} does not exist", hint=f"expected {EXPECTED}, or - for stdin")
+
+
+def check_excluded(recipe: DistillRecipe) -> None:
+    """Check that the file of excluded prompts begins with a prompt. A pipe can be read only once. Raises DataError."""
+    from specctl.distillation.prompts import prompts_in
+
+    if recipe.exclude is not None and not (str(recipe.exclude) == "-" or recipe.exclude.is_fifo()):
+        next(prompts_in(recipe.exclude), None)
 
 
 def check_store(recipe: DistillRecipe) -> None:

@@ -69,6 +69,10 @@ def steps(recipe: ExportRecipe) -> list[str]:
         servers = ", ".join(recipe.server.urls)
         end = f"publish its documents to {servers}, replacing earlier ones" if servers else "print its command"
         return [f"verify {recipe.drafter}", end]
+    if recipe.tune is not None:
+        from specctl.measuring.served_costs import tune
+
+        tune(recipe.tune)
     tuned = [f"derive draft lengths by load from {recipe.tune}"] if recipe.tune else []
     checked = ["read it back and compare its weights"] if recipe.check else []
     pushed = [f"upload it to {recipe.push} on the Hugging Face hub"] if recipe.push else []

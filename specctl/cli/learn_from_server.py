@@ -43,7 +43,7 @@ def learn_from_server(recipe: LearnFromServerRecipe, dry_run: bool) -> None:
 
 def steps(recipe: LearnFromServerRecipe) -> list[str]:
     """Return the plan in words. No server is asked."""
-    from specctl.commands.learn_from_server import check_target
+    from specctl.commands.learn_from_server import check_log, check_target
 
     urls, source = ", ".join(recipe.server.urls), recipe.traffic
     texts = f"send prompts to {urls} ({stream_of(recipe)})"
@@ -53,6 +53,7 @@ def steps(recipe: LearnFromServerRecipe) -> list[str]:
         texts = f"read the texts of {urls} from {source.log}" + (" as it grows" if source.follow else "")
     (algo,), start = recipe.algo, recipe.initial_drafter(recipe.families[0])
     publish = "publish better versions, and roll back worse ones" if recipe.publication.enabled else "publish nothing"
+    check_log(source.log)
     if checks.local_target(recipe.target) is not None:
         check_target(recipe)
     target = checks.check_target(recipe.target, [str(start)])

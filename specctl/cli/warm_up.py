@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 def warm_ups(recipe: LearningRecipe) -> list[TrainRecipe]:
     """Return the recipes that train the missing drafters from which the stream should start.
 
-    Raises UsageError if there are no prompts for a training.
+    Raises UsageError if there are no prompts for a training, DataError if their file cannot be used.
     """
     from specctl import data_prep
+    from specctl.cli.train_drafter import check_data
     from specctl.recipe import DataRecipe, TrainRecipe
     from specctl.recipe.train import AutoDistillRecipe
 
@@ -32,18 +33,18 @@ def warm_ups(recipe: LearningRecipe) -> list[TrainRecipe]:
                 f"no drafter in {place}, and no prompts of {recipe.first_domain} to train one on",
                 "set --init DRAFTER, --domain NAME or warmup.prompts=FILE (other prompts than the stream's)",
             )
-        trainings.append(
-            TrainRecipe(
-                target=recipe.target,
-                resources=recipe.resources,
-                data=DataRecipe(domain=[recipe.first_domain], prompts=options.prompts),
-                arch=family,
-                distill=AutoDistillRecipe(responses=options.responses),
-                max_minutes=options.minutes,
-                output_dir=place,
-                resume=recipe.resume,
-            )
+        training = TrainRecipe(
+            target=recipe.target,
+            resources=recipe.resources,
+            data=DataRecipe(domain=[recipe.first_domain], prompts=options.prompts),
+            arch=family,
+            distill=AutoDistillRecipe(responses=options.responses),
+            max_minutes=options.minutes,
+            output_dir=place,
+            resume=recipe.resume,
         )
+        check_data(training)
+        trainings.append(training)
     return trainings
 
 

@@ -177,6 +177,12 @@ def make_exporter(client: Client) -> Callable[[Path, Path], None]:
     return write
 
 
+def check_log(log: Path | None) -> None:
+    """Raise UsageError if the log of requests, if one is named, does not exist."""
+    if log is not None and not log.is_file():
+        raise UsageError(f"there is no file {log}", "name the file to which requests of the engines are logged")
+
+
 @contextmanager
 def open_traffic(
     recipe: LearnFromServerRecipe,
@@ -194,8 +200,7 @@ def open_traffic(
         yield RequestedTraffic(stream, recipe, client, other), _unseen
         return
     log = source.log or run.dir / LOG
-    if source.log is not None and not source.log.is_file():
-        raise UsageError(f"there is no file {source.log}", "name the file to which requests of the engines are logged")
+    check_log(source.log)
     following = source.follow or source.listen is not None
     traffic = LogTraffic(log, target, options, rejections, recipe.chunk, following, recipe.data.limit)
     if source.listen is None:

@@ -14,6 +14,7 @@ JSON = [name for name, text in shipped().items() if text.lstrip().startswith("{"
 SCRIPTS = [name for name, text in shipped().items() if text.startswith("#!")]
 GIVEN = {"export", "import", "record", "replay", "learn-from-server", "eval-server"}
 """Commands that need an argument."""
+LEARN = ["learn-from-server", "--server", "http://a", "--init", "drafters/sql-eagle3"]
 YAML = [name for name in shipped() if name not in JSON + SCRIPTS]
 
 
@@ -38,6 +39,42 @@ def test_every_recipe_can_be_dry_run(specctl, workplace, name):
     assert done.json["dry_run"] is True
     assert done.json["steps"]
     assert sorted(workplace.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["replay", "no.parquet"], 4, "table no.parquet does not exist"),
+        (["replay", "file"], 4, "file is damaged"),
+        (["record", "file/t.parquet"], 2, "file is a file, not a directory"),
+        (["record", "drafters", "--overwrite"], 2, "drafters is a directory, not a file"),
+        (["train-router", "--router", "drafters"], 2, "drafters exists and is not a router directory"),
+        (["train-router", "--router", "none", "train_router=false"], 4, "no router directory at"),
+        (["train-router", "router.labels=hindsight", "replay=no.parquet"], 4, "table no.parquet does not exist"),
+        (["train-router", "router.prompts=no.jsonl"], 3, "no.jsonl"),
+        (
+            ["learn-from-server", "--server", "http://a", "--init", "drafters/sql-eagle3", "--from-log", "no"],
+            2,
+            "no file",
+        ),
+        (["export", "drafters/sql-eagle3", "--tune", "no.json"], 3, "no.json"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_plan_refuses_files_as_the_run_does(specctl, workplace, argv, code, said):
+    """The run refused them, in part after hours."""
+    (workplace / "file").write_text("content")
+    done = specctl(*argv, "--dry-run")
+    assert done.code == code and said in done.err, done.err
+
+
+@pytest.mark.parametrize(
+    "argv", [("distill", "--exclude", "no.jsonl"), ("online", "--domain", "sql", "warmup.prompts=no.jsonl")]
+)
+def test_a_file_of_prompts_that_does_not_exist_is_refused(specctl, argv):
+    """The run refused it, in part after the target had been loaded."""
+    done = specctl(*argv, "--dry-run")
+    assert done.code == 3 and "no.jsonl" in done.err
 
 
 def test_the_plan_lists_active_response_filters(specctl):

@@ -28,6 +28,7 @@ def record(recipe: RecordRecipe, dry_run: bool) -> None:
     recipe, pool = with_pool(recipe)
     # Checked before the run directory: --overwrite would replace both.
     recording.check_free(recipe.table, resume=recipe.resume, overwrite=recipe.overwrite)
+    checks.check_writable(recipe.table.parent)
     checks.check_run_dir("record", recipe)
     run_or_plan("record", recipe, dry_run, lambda: steps(recipe, pool), show, "run_dir")
 

@@ -110,7 +110,9 @@ def pieces(path: Path) -> Path:
 
 
 def check_free(path: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raise UsageError if a recording to `path` would destroy another one."""
+    """Raise UsageError if a recording to `path` would destroy another one, or if `path` is a directory."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory, not a file", hint="name a file in it")
     if resume or overwrite:
         return
     if path.exists():

@@ -44,7 +44,7 @@ def replay_table(recipe: ReplayRecipe) -> SelectResult:
     Raises CheckpointError if the table cannot be read, DataError if it is empty, UsageError if it has fewer arms than
     one of the `pool_sizes`.
     """
-    table = _table_of(recipe)
+    table = arms_of(recipe)
     yardstick = _hindsight(recipe, table)
     played = {name: _replays(recipe, name, yardstick) for name in recipe.algo}
     # A contender without random draws gives the same result for every seed.
@@ -88,8 +88,9 @@ def replay_table(recipe: ReplayRecipe) -> SelectResult:
     )
 
 
-def _table_of(recipe: ReplayRecipe) -> Table:
-    """The recipe's table, with the arms that play."""
+def arms_of(recipe: ReplayRecipe) -> Table:
+    """The recipe's table, with the arms that play. Raises CheckpointError if it cannot be read, UsageError if it has
+    too few arms."""
     table = read_table(recipe.table)
     table = of_arms(table, chosen_names(recipe.arms, table.arms))
     count = len(table.arms)

@@ -32,6 +32,9 @@ def replay(recipe: ReplayRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: ReplayRecipe) -> list[str]:
+    from specctl.lab.replay.run import arms_of
+
+    arms_of(recipe)
     times = f", with {len(recipe.seeds)} seeds" if len(recipe.seeds) > 1 else ""
     return [
         f"play on {recipe.table} with {', '.join(recipe.algo)}, reset after every {recipe.reset}{times}",

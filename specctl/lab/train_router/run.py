@@ -65,16 +65,36 @@ def examples(recipe: TrainRouterRecipe, paths: dict[str, str], rejections: Rejec
 
     Raises CheckpointError (the table lacks an arm), UsageError (no table is named), DataError.
     """
-    options = recipe.router
-    data = DataRecipe(
-        domain=recipe.data.domain, prompts=options.prompts, limit=options.limit, seed=options.seed, source="auto"
-    )
-    prompts = read_domains(data, rejections, split="train", sample=True)
-    if options.labels == "hindsight":
+    prompts = read_domains(training_data(recipe), rejections, split="train", sample=True)
+    if recipe.router.labels == "hindsight":
         best = label_by_hindsight(read_table(_table(recipe)), list(paths))
         return [RouterExample(prompt_text(p.messages), p.domain, best[p.id]) for p in prompts if p.id in best]
     labels = label_by_domain([p.domain for p in prompts], [pool.domains_of(path) for path in paths.values()])
     return [RouterExample(prompt_text(p.messages), p.domain, labels[p.domain]) for p in prompts if p.domain in labels]
+
+
+def training_data(recipe: TrainRouterRecipe) -> DataRecipe:
+    """Source of the prompts on which the router is trained."""
+    options = recipe.router
+    return DataRecipe(
+        domain=recipe.data.domain, prompts=options.prompts, limit=options.limit, seed=options.seed, source="auto"
+    )
+
+
+def check(recipe: TrainRouterRecipe) -> None:
+    """Check the router's directory, or the data on which it is trained, before anything is loaded.
+
+    Raises CheckpointError, UsageError, DataError.
+    """
+    if recipe.train_router and recipe.router.labels == "hindsight":
+        read_table(_table(recipe))
+    if recipe.router_dir is None:
+        return
+    place = recipe.router_dir.expanduser().absolute()
+    if recipe.train_router:
+        checkpoint.check_free(place, recipe.overwrite, "router", [RECORD])
+    else:
+        checkpoint.existing_directory(place, "router", "train-router")
 
 
 def _table(recipe: TrainRouterRecipe) -> Path:

@@ -24,6 +24,11 @@ def train_router(recipe: TrainRouterRecipe, dry_run: bool) -> None:
 
     It plays as the policy `router`. train_router=false uses the trained classifier in --router."""
     recipe, pool = select.checked(recipe)
+    from specctl.lab.train_router import run  # takes seconds
+
+    run.check(recipe)
+    if recipe.train_router:
+        checks.check_data(run.training_data(recipe))
     checks.check_run_dir("train-router", recipe)
     run_or_plan("train-router", recipe, dry_run, lambda: steps(recipe, pool), select.show, "run_dir")
 
