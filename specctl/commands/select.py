@@ -80,7 +80,7 @@ def load_stream(
             drafters.setdefault(recipe.companion_arm, companion.text_drafter(recipe.companion_arm))
     place_of = {name: path for path, name in labels(paths).items()}
     places = {name: place_of[name] for name in drafters if name in place_of}  # in the order of the arms
-    kinds = trained_on(places, target, drafters)
+    kinds = trained_on(places, target)
     return PoolOnStream(target, stream, DrafterPool(drafters, companion, kinds), places, rejections)
 
 

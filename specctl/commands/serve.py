@@ -210,7 +210,7 @@ def make_thread(
     if not recipe.chooses:
         name, drafter = next(iter(drafters.items()), (PLAIN, None))
         return EngineThread(Engine(target, Fixed.of(drafter), options), meter, name)
-    kinds = trained_on(places, target, drafters)
+    kinds = trained_on(places, target)
     controller = controller_for(target, drafters, kinds, recipe)
     thread = EngineThread(Engine(target, controller, options), meter, None)
     meter.certificate = Certificate()

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from specctl import processes, progress
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.protocols import DeviceDraft, Drafter, Proposer
 from specctl.decoding.records import DraftTree, empty_draft, topology
 from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise, work_clock
-from specctl.drafters.feature.layer import select_taps
 from specctl.errors import SpecctlError
 
 Tree = tuple[list[int], list[int]]  # tokens and parents
@@ -181,11 +179,11 @@ def taps_of(drafters: Iterable[Arm | Drafter]) -> tuple[int, ...]:
     return tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
 
 
-def prompt_states(arms: Iterable[Arm], states: Tensor, kept: tuple[int, ...]) -> Tensor:
-    """The part of a prompt's states [P, F] that tells what arms were trained on; all of it if no arm says. `kept` are
-    the layers that the states come from."""
-    taps = next((arm.trained_on.taps for arm in arms if arm.trained_on.taps), kept)
-    return select_taps(states, kept, taps)
+def prompt_taps(arms: Sequence[Arm], target: Target) -> tuple[int, ...]:
+    """The target's hidden states that describe a prompt: those in which the arms' kinds of prompts are known, or else
+    all that drafters read, or else the last."""
+    kinds = next((arm.trained_on.taps for arm in arms if arm.trained_on.taps), ())
+    return kinds or taps_of(arms) or (target.num_layers,)
 
 
 def union(trees: Sequence[Tree], nodes: int) -> Tree:

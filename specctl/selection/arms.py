@@ -20,7 +20,7 @@ from specctl.errors import CheckpointError, UsageError
 from specctl.families import TEXT_DRAFTERS
 from specctl.recipe import DraftingRecipe, PoolRecipe, SelectRecipe, ServeRecipe
 from specctl.recipe.select import ArmRecipe
-from specctl.selection.arm import Arm, taps_of
+from specctl.selection.arm import Arm
 from specctl.selection.companion import Companion
 
 PLAIN = "no draft"
@@ -101,22 +101,22 @@ def chosen_names(arms: ArmRecipe, pool: list[str]) -> list[str]:
     return arms.names or pool
 
 
-def trained_on(places: Mapping[str, str], target: Target, drafters: Mapping[str, Drafter]) -> dict[str, PromptClusters]:
+def trained_on(places: Mapping[str, str], target: Target) -> dict[str, PromptClusters]:
     """The kinds of prompts that drafters were trained on, by name, for the drafters with a directory (`places`) that
     says so. Kinds can only be compared by the states of the same layers. So one set of layers is used: the most
-    frequent one among the sets that this pool keeps."""
-    kept = set(taps_of(drafters.values()) or (target.num_layers,))
+    frequent one, and of equally frequent ones the deepest."""
+    layers = range(1, target.num_layers + 1)
     recorded = {
         name: checkpoint.read_info(place).get(PROMPTS) for name, place in places.items() if Path(place).is_dir()
     }
-    comparable = {name: prompts for name, prompts in recorded.items() if prompts and kept.issuperset(prompts["taps"])}
-    counts = Counter(tuple(prompts["taps"]) for prompts in comparable.values())
-    found = {}
-    for name, prompts in comparable.items():
-        taps = tuple(prompts["taps"])
-        if taps == counts.most_common(1)[0][0]:
-            found[name] = PromptClusters.of(((kind["mean"], kind["error"]) for kind in prompts["kinds"].values()), taps)
-    return found
+    known = {
+        name: (tuple(prompts["taps"]), [(kind["mean"], kind["error"]) for kind in prompts["kinds"].values()])
+        for name, prompts in recorded.items()
+        if prompts and all(tap in layers for tap in prompts["taps"])
+    }
+    counts = Counter(taps for taps, _ in known.values())
+    used = max(counts, key=lambda taps: (counts[taps], taps), default=())
+    return {name: PromptClusters.of(kinds, taps) for name, (taps, kinds) in known.items() if taps == used}
 
 
 def make_arms(recipe: SelectRecipe, drafters: dict[str, Drafter], kinds: Mapping[str, PromptClusters]) -> list[Arm]:

@@ -13,7 +13,7 @@ from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.recipe import GameRecipe
-from specctl.selection.arm import Arm
+from specctl.selection.arm import Arm, prompt_taps
 from specctl.selection.arms import longest_draft
 from specctl.selection.batched import BatchSelector
 from specctl.selection.controller import PolicyInputs, RoundLine, Selector
@@ -66,7 +66,7 @@ def make_selector(
         overlaps=learns == "reward" and rules.reward == "bd",
         score_ends=not decoding.within_query and rules.score_ends,
         memory=PromptMemory(len(arms), trained_on=[_known_kinds(arm) for arm in arms]) if reads else None,
-        taps=(target.num_layers,) if reads else (),
+        prompt_taps=prompt_taps(arms, target) if reads else (),
     )
     return Selector(
         arms, partial(_game, rules, arms, new_policy, decoding.seed, clock), clock, inputs, decoding.on_round

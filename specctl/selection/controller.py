@@ -16,7 +16,8 @@ from specctl.decoding.protocols import Controller, Drafter, Proposer
 from specctl.decoding.records import Counts, Label, RoundResult
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
-from specctl.selection.arm import Arm, TimedDraft, prompt_states, taps_of
+from specctl.drafters.feature.layer import select_taps
+from specctl.selection.arm import Arm, TimedDraft, taps_of
 from specctl.selection.divergence import overlap
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
@@ -98,14 +99,14 @@ class PolicyInputs(NamedTuple):
         overlaps: whether rewards are block divergences, made from the drafts' overlaps with the target.
         score_ends: whether texts of one key follow each other, so that the last tokens of a text are scored, too.
         memory: memory of earlier prompts, for a policy that reads prompts; otherwise None.
-        taps: hidden states of the target that are kept if no arm reads any.
+        prompt_taps: hidden states of the target that describe a prompt to this memory.
     """
 
     scorer: Scorer | None
     overlaps: bool = False
     score_ends: bool = False
     memory: PromptMemory | None = None
-    taps: tuple[int, ...] = ()
+    prompt_taps: tuple[int, ...] = ()
 
 
 class Selector(Controller):
@@ -138,7 +139,8 @@ class Selector(Controller):
         self.scorer, self.overlaps, self.score_ends, self.memory = inputs[:4]
         self.accepts_late_counts, self.keeps_hidden = not inputs.overlaps, inputs.scorer is not None
         self._number_drafters()
-        self.taps = taps_of(arms) or inputs.taps
+        self.prompt_taps = inputs.prompt_taps
+        self.taps = tuple(sorted({*taps_of(arms), *inputs.prompt_taps}))
         self.catch_up_clock = ArmClock.of(len(arms))  # seconds in which an arm reads the tokens it has missed
         self.forget()
 
@@ -313,7 +315,7 @@ class Selector(Controller):
             self._seed = play.label.seed
         assert state.features is not None
         states = state.features[b, : state.rows[b].prompt_length]
-        play.prompt = features_of(prompt_states(self.arms, states, state.taps))
+        play.prompt = features_of(select_taps(states, state.taps, self.prompt_taps))
         play.belief = memory.belief(play.prompt)
         policy.begin_text(play.belief, memory.should_try_drafts)
         if play.game.rules.reward == "surplus":

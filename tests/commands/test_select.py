@@ -506,7 +506,7 @@ def prompt_ids(target, text):
 
 
 def test_a_pool_is_chosen_from_by_what_its_drafters_were_trained_on(tmp_path, target):
-    """This holds from the first text on, and in a replay too. It does not hold for drafters of other layers."""
+    """This holds from the first text on, and in a replay too. It does not hold for layers that the target lacks."""
     place, path = numbers_after_stories(tmp_path, target, 6)
     sized = {"drafting": {"nodes": 7}}  # tables hold drafts of one size
     options = dict(
@@ -521,16 +521,17 @@ def test_a_pool_is_chosen_from_by_what_its_drafters_were_trained_on(tmp_path, ta
     for one in ("a", "b"):
         info = place / one / "drafter.json"
         kept = checkpoint.load(place / one)
-        told = {"domain": ["sql"], "prompts": {**json.loads(info.read_text())["prompts"], "taps": [1]}}
+        told = {"domain": ["sql"], "prompts": {**json.loads(info.read_text())["prompts"], "taps": [99]}}
         checkpoint.save(place / one, config=kept.config, tensors=kept.tensors, info=told, overwrite=True)
     _, _, lines = selected(tmp_path / "d", recipe(path, **options), target, None)
-    assert lines[0]["arm"] == "a", "of other layers: every arm once"
+    assert lines[0]["arm"] == "a", "of unknown layers: every arm once"
 
 
-def test_a_drafter_of_other_layers_does_not_hide_the_training_prompts_of_the_pool(tmp_path, target, monkeypatch):
-    """A pool keeps the states of all layers that any drafter reads. The layers of most drafters tell kinds of
-    prompts."""
-    monkeypatch.setattr(Lookup, "taps", (1, target.num_layers))
+@pytest.mark.parametrize("taps", [[1], [1, -1]])
+def test_a_drafter_of_other_layers_does_not_hide_the_training_prompts_of_the_pool(tmp_path, target, monkeypatch, taps):
+    """Such as a head beside datastores, which know kinds of prompts by the last layer. The layers of most drafters tell
+    kinds of prompts, and are kept beside the layers that drafters read."""
+    monkeypatch.setattr(Lookup, "taps", tuple(tap % (target.num_layers + 1) for tap in taps))
     place, path = numbers_after_stories(tmp_path, target, 2)
     options = dict(algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], pool=place, drafters=["lookup"])
     options["drafting"] = {"nodes": 7}  # tables hold drafts of one size

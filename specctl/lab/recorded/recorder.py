@@ -28,6 +28,7 @@ from specctl.decoding.records import DraftTree, Request, empty_draft, topology
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
+from specctl.drafters.feature.layer import select_taps
 from specctl.errors import UsageError
 from specctl.lab.recorded.overhead_timing import overheads
 from specctl.lab.recorded.recording import Recording
@@ -35,7 +36,7 @@ from specctl.lab.recorded.table_file import Header, Recorded, read_table
 from specctl.lab.recorded.trace import Table, Trace
 from specctl.recipe import SamplingRecipe
 from specctl.selection import feedback
-from specctl.selection.arm import Arm, TimedDraft, prompt_states, taps_of
+from specctl.selection.arm import Arm, TimedDraft, prompt_taps, taps_of
 from specctl.selection.arms import longest_draft
 from specctl.selection.assembly import step_seconds
 from specctl.selection.divergence import overlaps
@@ -84,7 +85,8 @@ class RecordingDrafter(Proposer):
 
     def __init__(self, target: Target, arms: Sequence[Arm], depth: int):
         self.target, self.arms, self.depth = target, arms, depth
-        self.taps = taps_of(arms) or (target.num_layers,)
+        self.prompt_taps = prompt_taps(arms, target)
+        self.taps = tuple(sorted({*taps_of(arms), *self.prompt_taps}))
         self.drafts: list[list[Drafted]] = [[] for _ in arms]
         self.context: Array | None = None  # features of the prompt
 
@@ -94,7 +96,7 @@ class RecordingDrafter(Proposer):
                 arm.advance(state)  # the prompt is read here, outside the time of a proposal
             assert state.features is not None
             states = state.features[0, : state.rows[0].prompt_length]
-            self.context = features_of(prompt_states(self.arms, states, state.taps))
+            self.context = features_of(select_taps(states, state.taps, self.prompt_taps))
         drafts = [self._draft(arm, state, budget) for arm in self.arms]
         along = overlaps(self.target, state, [made.draft for made in drafts])
         for kept, made, overlap in zip(self.drafts, drafts, along, strict=True):
