@@ -41,7 +41,7 @@ class Subcommand:
 SPREAD = "target.device_map=auto"
 DISTILLING = ("batch_size", "sampling.max_new_tokens", SPREAD)
 DECODING = ("sampling.max_new_tokens", "target.dtype=bf16", SPREAD)
-BENCH = ("batches", "vocabularies", "context")
+BENCH = ("batches", "context")
 TRAINING = ("batch_tokens", "max_length", "gradient_checkpointing=true", "zero_stage=2", "features.mode=online", SPREAD)
 SUBCOMMANDS = {
     "generate": Subcommand(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.records import Label
-from specctl.decoding.state import DecodeState
+from specctl.decoding.state import DecodeState, per_text
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import SlotBatch
 from specctl.drafters.feature.layer import select_taps
@@ -113,7 +113,7 @@ class ReplayBuffer(FeatureStore):
 
     def observe(self, state: DecodeState) -> None:
         """Take in the tokens that a round has committed. To be called after every round of an engine."""
-        texts, counts = state.per_text(self, _UnfinishedText), []
+        texts, counts = per_text(state, self, _UnfinishedText), []
         for text, row in zip(texts, state.rows, strict=True):
             counts.append(len(row.ids) - (text.end or row.prompt_length + 1))  # the prefill's token belongs to no round
             text.end = len(row.ids)

@@ -62,6 +62,14 @@ class PerText(Generic[T]):
         self.rows[b] = self.new()
 
 
+def per_text(state: DecodeState, owner: object, new: Callable[[], T]) -> list[T]:
+    """The memory of an owner that keeps one `T` per sequence, in batch order; `new` makes the one of a new text."""
+    if owner not in state.memory:
+        state.memory[owner] = PerText(new, state.batch)
+    rows: list[T] = state.memory[owner].rows
+    return rows
+
+
 class DecodeState:
     """A batch of B sequences with all state that decoding keeps for them. The batch and its caches grow and shrink.
 
@@ -284,13 +292,6 @@ class DecodeState:
         """Bytes of the target's cache, of the drafters' memory, and of the tensors kept per position."""
         tensors = sum(kept.nbytes for kept in self._by_position.values())
         return self.cache.nbytes + tensors + sum(memory.nbytes for memory in self.memory.values())
-
-    def per_text(self, owner: object, new: Callable[[], T]) -> list[T]:
-        """The memory of an owner that keeps one `T` per sequence, in batch order; `new` makes the one of a new text."""
-        if owner not in self.memory:
-            self.memory[owner] = PerText(new, self.batch)
-        rows: list[T] = self.memory[owner].rows
-        return rows
 
     def _draw_for_rows(self) -> None:
         requests = [row.request for row in self.rows]

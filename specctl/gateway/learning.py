@@ -31,7 +31,7 @@ from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine
 from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.records import Counts, RoundResult
-from specctl.decoding.state import DecodeState
+from specctl.decoding.state import DecodeState, per_text
 from specctl.decoding.target import Target
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.tree import CandidateDrafter
@@ -387,7 +387,7 @@ class ServingLearner:
 
     def _parts(self, state: DecodeState) -> list[dict[str, DraftedPart]]:
         """The parts that drafters had in the texts of a batch, by slot and drafter."""
-        return state.per_text(self, dict)
+        return per_text(state, self, dict)
 
     def _end_text(self, state: DecodeState, b: int, text: Any) -> None:
         parts = self._parts(state)[b]

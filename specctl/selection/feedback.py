@@ -21,7 +21,7 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request, Score, Verdict
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.sampling import DRAFT, Draws, Sampling
-from specctl.decoding.state import DecodeState
+from specctl.decoding.state import DecodeState, per_text
 from specctl.decoding.target import Target
 from specctl.errors import SpecctlError
 from specctl.selection.game.losses import INNER, LEAF
@@ -93,7 +93,7 @@ class Scorer:
         self.failures = [0] * len(self.drafters)
 
     def _texts(self, state: DecodeState) -> list[_PendingRows]:
-        return state.per_text(self, _PendingRows)
+        return per_text(state, self, _PendingRows)
 
     def keep(self, state: DecodeState, verdict: Verdict, slots: Collection[int]) -> None:
         """Retain the target's rows of the tokens that this round has committed in `slots`. To be called after every

@@ -116,11 +116,13 @@ def test_an_invalid_table_is_refused(specctl, tmp_path):
 def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
     """Speeds of a replay come from a cost model and must not be shown as measured."""
     prompts = write_prompts(tmp_path, ("Count to three.", "Say hi."))
-    for option in ("--record", "--replay"):
-        planned = specctl("select", "--prompts", str(prompts), option, "t.parquet", "--dry-run", "--json")
-        assert planned.code == 0 and "t.parquet" in " ".join(planned.json["steps"]), planned.err
-    done = specctl("select", "--prompts", str(prompts), "--max-new-tokens", "12", "--record", "t.parquet")
+    asked = ("select", "--prompts", str(prompts), "--max-new-tokens", "12", "--record", "t.parquet")
+    planned = specctl.ok(*asked, "--dry-run", "--json")
+    assert "t.parquet" in " ".join(planned.json["steps"])
+    done = specctl(*asked)
     assert done.code == 0 and "table: t.parquet" in done.out, done.err
+    planned = specctl.ok("replay", "--recipe", "replay", "replay=t.parquet", "--dry-run", "--json")
+    assert "t.parquet" in " ".join(planned.json["steps"])
     done = specctl("select", "--replay", "t.parquet", "--algo", "hedgespec,random")
     assert done.code == 0 and "modeled" in done.out and "the fastest arm of every query" in done.out
     assert "1 seed × 2 queries" in done.out and "catching up and scoring" in done.out

@@ -138,10 +138,10 @@ def test_batch_sizes_in_pages_are_powers_of_two(tiny, pages, monkeypatch, name):
     drafter = MADE[name](tiny)
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     placed = []
-    place = device_round.DeviceRounds._place
+    place = device_round.DeviceRounds._build_track
     monkeypatch.setattr(
         device_round.DeviceRounds,
-        "_place",
+        "_build_track",
         lambda self: (placed.append((self.state.batch, self.state.capacity)), place(self))[1],
     )
 

@@ -158,15 +158,15 @@ def test_adapters_and_short_windows_use_pytorch(targets, prompts):
 
 def ran_in_cpp(target, drafter, prompt):
     """Return whether the layer ran in C++ in each step; also check that the text is the target's."""
-    steps, step = [], drafter._step
+    steps, step = [], drafter._native_step
 
     def spy(cache, plan):
         steps.append(step(cache, plan))
         return steps[-1]
 
-    drafter._step = spy
+    drafter._native_step = spy
     options = {"sampling": GREEDY, "max_new_tokens": 30, "seeds": [0]}
     drafted, plain = (decode(target, [prompt], drafter=one, **options)[0].output_ids for one in (drafter, None))
     assert drafted == plain
-    del drafter._step
+    del drafter._native_step
     return {one is not None for one in steps}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from specctl.decoding.protocols import DeviceDraft, Drafter
 from specctl.decoding.records import DraftTree, Score
-from specctl.decoding.state import DecodeState
+from specctl.decoding.state import DecodeState, per_text
 from specctl.drafters.hybrid.candidates import Candidates
 from specctl.drafters.hybrid.costs import Costs
 from specctl.drafters.hybrid.gate import TEXT, Gate, GateStatistics, Pending
@@ -100,7 +100,7 @@ class WeighedText(Drafter):
         return DraftTree.from_trees(trees, state.device)
 
     def _gates(self, state: DecodeState) -> list[Gate]:
-        kept: list[Gate | None] = state.per_text(self, lambda: None)
+        kept: list[Gate | None] = per_text(state, self, lambda: None)
         gates = [
             gate or Gate(self.text.calibration, self.past, row.request.sampling.temperature, self.quality)
             for gate, row in zip(kept, state.rows, strict=True)

@@ -16,7 +16,7 @@ import torch
 
 from specctl.decoding.protocols import Drafter, ReadsVerdicts
 from specctl.decoding.records import DraftTree, Score, Verdict
-from specctl.decoding.state import DecodeState
+from specctl.decoding.state import DecodeState, per_text
 from specctl.recipe import DraftingRecipe
 
 # N − 1, W and G of the released example. The paper's values for a model of 7B are 4, 15 and 15: 119 nodes, where a
@@ -58,7 +58,7 @@ class LookaheadDrafter(Drafter, ReadsVerdicts):
             window.go_on([next(predicted) for _ in ends])
 
     def advance(self, state: DecodeState) -> None:
-        windows = state.per_text(self, partial(Window, self.levels, self.columns, self.candidates))
+        windows = per_text(state, self, partial(Window, self.levels, self.columns, self.candidates))
         for window, row in zip(windows, state.rows, strict=True):
             window.read(row.ids)
 

@@ -10,7 +10,7 @@ import torch
 
 from specctl.decoding.protocols import DeviceDraft, Drafter
 from specctl.decoding.records import DraftTree, Score
-from specctl.decoding.state import DecodeState
+from specctl.decoding.state import DecodeState, per_text
 from specctl.drafters.hybrid.gate import TEXT_CALIBRATION
 from specctl.drafters.text.device_rounds import TextRounds
 from specctl.drafters.tree import ProposedTree
@@ -61,7 +61,7 @@ class Lookup(Drafter):
         return trees
 
     def advance(self, state: DecodeState) -> None:
-        indices = state.per_text(self, partial(NGramIndex, LONGEST, SHORTEST))
+        indices = per_text(state, self, partial(NGramIndex, LONGEST, SHORTEST))
         for index, row in zip(indices, state.rows, strict=True):
             index.extend(row.ids)
 

@@ -8,7 +8,7 @@ import torch
 
 from specctl.decoding.protocols import DeviceDraft, Drafter
 from specctl.decoding.records import DraftTree, Score
-from specctl.decoding.state import DecodeState
+from specctl.decoding.state import DecodeState, per_text
 from specctl.drafters.hybrid.gate import STORE_CALIBRATION, TEXT_CALIBRATION
 from specctl.drafters.text.automaton import Match, SuffixAutomaton
 from specctl.drafters.text.device_rounds import TextRounds
@@ -65,7 +65,7 @@ class Suffix(Drafter):
         return trees
 
     def advance(self, state: DecodeState) -> None:
-        for text, row in zip(state.per_text(self, SuffixText), state.rows, strict=True):
+        for text, row in zip(per_text(state, self, SuffixText), state.rows, strict=True):
             text.automaton.extend(row.ids)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
