@@ -38,6 +38,7 @@ class Request:
         max_new_tokens: upper limit; the target's context length may end the text earlier.
         seed: random seed. Prompt, `sampling` and seed determine the text.
         ends: ids that end the text, in addition to the target's own. Here, too, `stop` is "eos".
+        ignores_eos: the target's own end tokens do not end the text, which load tests ask for.
         label: identity of the text for controllers and logs, if known.
     """
 
@@ -47,6 +48,7 @@ class Request:
     seed: int = 0
     ends: frozenset[int] = frozenset()
     label: Label | None = None
+    ignores_eos: bool = False
 
 
 @dataclass(eq=False)
@@ -77,7 +79,7 @@ class Sequence:
     @classmethod
     def of(cls, request: Request, context_length: int, eos_ids: frozenset[int], index: int = 0) -> Sequence:
         """The initial sequence of a request, for a target with this context length and these end-of-sequence ids."""
-        size, ends = len(request.prompt), eos_ids | request.ends
+        size, ends = len(request.prompt), request.ends if request.ignores_eos else eos_ids | request.ends
         limit = min(size + request.max_new_tokens, context_length)
         return cls(index, request, list(request.prompt), size, limit, ends, reported=size)
 

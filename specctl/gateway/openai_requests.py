@@ -36,7 +36,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "min_p": (0,),
     "min_tokens": (0,),
-    "ignore_eos": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "stop_token_ids": ([],),
@@ -96,6 +95,7 @@ class TextsRequest(_Body):
         | None
     ) = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    ignore_eos: bool | None = None  # vLLM's, for load tests
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Fields without an effect on the text.

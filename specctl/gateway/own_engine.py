@@ -196,7 +196,7 @@ class OwnEngine:
                 label, index = Label(str(next(self._queries))), place * asked.answers + number
                 # With a seed, equal prompts get equal texts.
                 own_seed = (seed + (index if asked.seed is None else number)) % openai_requests.MOST_SEED
-                request = Request(ids, asked.sampling, limit, own_seed, label=label)
+                request = Request(ids, asked.sampling, limit, own_seed, label=label, ignores_eos=bool(asked.ignore_eos))
                 made.append(Generation(request, channel, index, asked.stops, asked.alternatives))
         return made
 

@@ -259,6 +259,28 @@ def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots)
     assert decode(tiny, **how) == host
 
 
+@pytest.mark.parametrize("ignoring", [{0, 3}, {0, 1, 2, 3, 4}], ids=["two", "all"])
+@pytest.mark.parametrize("name", ["plain", "eagle3 tree"])
+def test_texts_that_ignore_ends(tiny, drafters, on_device, name, ignoring):
+    """They go on to their limits, and the others end where they did."""
+    asked = decoding.requests(PROMPTS, sampling=HOT, max_new_tokens=NEW, seeds=[1, 2, 3, 4, 5])
+
+    def lengths(ignoring):
+        engine, ended = engine_for(tiny, drafters(name), share_rows=False), {}
+        for n, request in enumerate(asked):
+            engine.add(replace(request, ignores_eos=n in ignoring))
+        while engine.busy:
+            ended |= {event.id: event.ended.output_ids for event in engine.step() if event.ended}
+        return ended
+
+    short, host = lengths(set()), lengths(ignoring)
+    assert any(len(short[n]) < NEW[n] for n in ignoring)
+    for n, ids in host.items():
+        assert ids == short[n] if n not in ignoring else len(ids) == NEW[n] and ids[: len(short[n])] == short[n]
+    on_device()
+    assert lengths(ignoring) == host
+
+
 @pytest.mark.parametrize("head", ["eagle3 tree", "medusa tree", "peagle tree"])
 @pytest.mark.parametrize("text", ["lookup", "suffix"])
 def test_hybrids_on_the_device(tiny, drafters, graphs_on, monkeypatch, head, text):

@@ -64,6 +64,19 @@ def test_texts_equal_generate(target, lookup, make_gateway, drafts, options):
     assert not gateway.thread.open
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_text_that_ignores_ends_goes_on_to_its_limit(target, lookup, make_gateway, drafts):
+    """Load tests ask for it. Other texts of the batch end where they did."""
+    gateway = make_gateway(Fixed.of(lookup if drafts else None))
+    bodies = [chat(prompt, temperature=0) | {"max_tokens": 120} for prompt in PROMPTS[:2]]
+    short, other = [one.json() for one in gateway.ask(CHAT, *bodies)]
+    assert short["choices"][0]["finish_reason"] == "stop"
+    whole, again = [one.json() for one in gateway.ask(CHAT, bodies[0] | {"ignore_eos": True}, bodies[1])]
+    assert whole["usage"]["completion_tokens"] == 120 and whole["choices"][0]["finish_reason"] == "length"
+    assert whole["choices"][0]["message"]["content"].startswith(short["choices"][0]["message"]["content"])
+    assert again["choices"] == other["choices"]
+
+
 def test_a_pool_gives_the_same_texts_and_is_counted(target, lookup, make_gateway):
     expected = [text_of(one) for one in make_gateway().ask(CHAT, *[chat(p, temperature=0) for p in PROMPTS])]
     drafters = {"lookup": lookup, "suffix": pool.load_drafter("suffix", target, DraftingRecipe())}

@@ -212,8 +212,8 @@ class DeviceBatch:
 
 
 def widest_ends(state: DecodeState) -> int:
-    """Largest number of end-of-sequence ids of any sequence."""
-    return max(len(row.eos_ids) for row in state.rows)
+    """Largest number of end-of-sequence ids of any sequence, at least 1."""
+    return max(1, *(len(row.eos_ids) for row in state.rows))
 
 
 def parse_record(record: list[list[int]]) -> list[RoundRecord]:
