@@ -122,6 +122,12 @@ class AnswerFormat:
     def _piece(self, choice: dict[str, Any]) -> bytes:
         return (self._head + json.dumps(choice, separators=(",", ":")) + "]}\n\n").encode()
 
+    @staticmethod
+    def with_usage(piece: bytes, usage: Usage) -> bytes:
+        """A piece of a stream with the numbers of tokens up to it."""
+        numbers = json.dumps(usage.document, separators=(",", ":"))
+        return piece.removesuffix(b"}\n\n") + f',"usage":{numbers}}}\n\n'.encode()
+
     def usage(self, usage: Usage, stats: list[Decoded]) -> bytes:
         """The last piece of a stream, for a client that asks for the numbers of tokens."""
         about: dict[str, Any] = {"usage": usage.document}

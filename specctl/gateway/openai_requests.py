@@ -72,11 +72,12 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """Options of a stream: `include_usage` adds a last event with the numbers of tokens."""
+    """Options of a stream: `include_usage` adds a last event with the numbers of tokens. With it,
+    `continuous_usage_stats` (vLLM's) adds the numbers up to now to every event."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class TextsRequest(_Body):
@@ -155,6 +156,11 @@ class TextsRequest(_Body):
     def counts_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def counts_usage_always(self) -> bool:
+        """Whether every event of the stream gives the numbers of tokens up to it."""
+        return self.counts_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def first_seed(self) -> int:
         """Seed of the first answer; the others have the following ones. Without one it is drawn."""

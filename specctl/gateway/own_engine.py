@@ -236,7 +236,8 @@ class OwnEngine:
                 begun.add(part.index)
                 usage.completion += part.tokens
                 if part.text or part.logprobs or part.last:
-                    made.append(form.piece(part, offsets[part.index]))
+                    piece = form.piece(part, offsets[part.index])
+                    made.append(form.with_usage(piece, usage) if piece and asked.counts_usage_always else piece)
                 offsets[part.index] += form.length_of(part)
                 if part.last:
                     unfinished -= 1

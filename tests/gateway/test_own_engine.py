@@ -160,6 +160,20 @@ def test_several_answers_have_different_seeds(make_gateway):
     assert documents[-1]["choices"] == [] and documents[-1]["usage"] == together.json()["usage"]
 
 
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_events_count_tokens_if_asked(make_gateway, logprobs):
+    """vLLM's option, which benchmarks of servers set."""
+    body = chat(temperature=0, logprobs=logprobs, stream=True)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    gateway = make_gateway()
+    counted, plain = gateway.ask(CHAT, body | {"stream_options": options}, body)
+    first, *parts, last = pieces(counted.text)
+    assert "usage" not in first and last["choices"] == []
+    numbers = [one["usage"]["completion_tokens"] for one in parts]
+    assert numbers == sorted(numbers) and numbers[0] >= 1 and numbers[-1] == last["usage"]["completion_tokens"]
+    assert [one["choices"] for one in parts] == [one["choices"] for one in pieces(plain.text)[1:]]
+
+
 def test_completions_accept_texts_and_ids(target, make_gateway):
     gateway = make_gateway()
     ids = target.tokenizer.encode("SELECT name")
