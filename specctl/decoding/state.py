@@ -63,7 +63,7 @@ class PerText(Generic[T]):
 
 
 def per_text(state: DecodeState, owner: object, new: Callable[[], T]) -> list[T]:
-    """The memory of an owner that keeps one `T` per sequence, in batch order; `new` makes the one of a new text."""
+    """The memory of an owner that keeps one `T` per sequence, in batch order; `new` makes it for a new text."""
     if owner not in state.memory:
         state.memory[owner] = PerText(new, state.batch)
     rows: list[T] = state.memory[owner].rows

@@ -124,7 +124,7 @@ class AnswerFormat:
 
     @staticmethod
     def with_usage(piece: bytes, usage: Usage) -> bytes:
-        """A piece of a stream with the numbers of tokens up to it."""
+        """A piece of a stream, with the numbers of tokens that the stream has reached."""
         numbers = json.dumps(usage.document, separators=(",", ":"))
         return piece.removesuffix(b"}\n\n") + f',"usage":{numbers}}}\n\n'.encode()
 

@@ -159,7 +159,7 @@ class TextsRequest(_Body):
 
     @property
     def counts_usage_always(self) -> bool:
-        """Whether every event of the stream gives the numbers of tokens up to it."""
+        """Whether every event of a stream gives the numbers of tokens that the stream has reached."""
         return self.counts_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def first_seed(self) -> int:

@@ -140,7 +140,7 @@ def costs_of(target: Target, head: CandidateDrafter | None, name: str) -> Costs:
 
 
 def _key(target: Target, name: str) -> str:
-    """Key of the cached costs: everything that they depend on."""
+    """Key of the cached costs: machine, weights, type, drafter, slices and version of the step."""
     sliced = [f"{processes.group_size()} slices"] if processes.group_size() > 1 else []
     step = []
     if isinstance(target.model, LeanModel) and (target.model.native or target.model.quantized):
