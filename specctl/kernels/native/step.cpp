@@ -18,11 +18,15 @@ namespace {
 
 constexpr int SHARED = 4;  // query heads that read a key together
 
-// Panels of a tile, and the most rows of a tile of P panels: their sums fill the registers. Groups have further sums.
+// Panels of a tile, and the most rows of a tile of P panels: their sums fill the registers. Groups have further sums. A tile
+// of more than `TOGETHER` rows multiplies one panel after the other. Attention reads `KEYS` keys, and `VALUES` registers of
+// a value, at a time. Loops over sums are unrolled: otherwise compilers put the sums into memory.
 #if defined(__AVX512F__)
-constexpr int PANELS = 4, MOST[] = {0, 6, 6, 0, 6}, MOST_GROUPED[] = {0, 6, 6, 0, 4};
+constexpr int PANELS = 4, MOST[] = {0, 6, 6, 0, 6}, MOST_GROUPED[] = {0, 6, 6, 0, 4}, TOGETHER = 6;
+constexpr int KEYS = 16, VALUES = 2;
 #else
-constexpr int PANELS = 2, MOST[] = {0, 6, 4}, MOST_GROUPED[] = {0, 4, 2};
+constexpr int PANELS = 2, MOST[] = {0, 5, 5}, MOST_GROUPED[] = {0, 5, 5}, TOGETHER = 1;
+constexpr int KEYS = 4, VALUES = 1;
 #endif
 
 // How W is stored. INT8 has one scale for each output. GROUPS_OF_4 and GROUPS_OF_8 have unsigned codes of 4 bits or signed
@@ -88,26 +92,28 @@ class Put {
   }
 };
 
-// Rows that a product reads: as `Input`, or in groups, x ≈ scale · code, with the sum of each group.
+// Rows that a product reads: as `Input`, or in groups of inputs, x ≈ scale · code, with the sum of each group.
 struct Rows {
-  const Input* values;
-  const int16_t* codes;
-  const float *scales, *sums;
-  int64_t inputs, group;
+  const Input* values;         // [rows, inputs]
+  const int16_t* codes;        // [groups, rows, group]
+  const float *scales, *sums;  // [groups, rows]
+  int64_t inputs, group, rows;
 };
 
-// sum[r][p] += the products of `inputs` inputs, whose weights begin at `panels` + `at`. The two panels `ahead` are fetched
-// into the cache meanwhile.
+// sum[r][p] += the products of `inputs` inputs, with weights `at` bytes after `panels`. The panels `ahead`, at most two,
+// are fetched into the cache meanwhile.
 template <class W, int R, int P, class X>
 inline void multiply(const char* const* panels, const char* const* ahead, int64_t at, const X* x, int64_t stride,
                      int64_t inputs, typename W::Sum (&sum)[R][P]) {
   for (int64_t k = 0; k < inputs; k += W::INPUTS, at += W::BYTES) {
-    for (int a = 0; a < 2; a++) _mm_prefetch(ahead[a] + at, _MM_HINT_T1);
-    typename W::Two read[P];
+    for (int a = 0; a < std::min(P, 2); a++) _mm_prefetch(ahead[a] + at, _MM_HINT_T1);
+    typename W::Read read[P];
     for (int p = 0; p < P; p++) read[p] = W::read(panels[p] + at);
+#pragma GCC unroll 8
     for (int i = 0; i < W::INPUTS; i += 2) {
       typename W::Two w[P];
       for (int p = 0; p < P; p++) w[p] = W::next(read[p]);
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         const auto both = two_for_all(x + r * stride + k + i);
         for (int p = 0; p < P; p++) sum[r][p] = dot(w[p], both, sum[r][p]);
@@ -120,35 +126,41 @@ inline void multiply(const char* const* panels, const char* const* ahead, int64_
 template <class W, int R, int P>
 void tile(const char* const* panels, const char* const* ahead, const Rows& x, int64_t row, int64_t panel,
           const Put& put) {
-  Vec sum[R][P];
+  constexpr int T = R > TOGETHER ? 1 : P;  // panels that are multiplied together
+  const int64_t groups = W::GROUPED ? x.inputs / x.group : 1;
+  Vec all[R][P];
   for (int r = 0; r < R; r++)
-    for (int p = 0; p < P; p++) sum[r][p] = broadcast(0.f);
-  if constexpr (!W::GROUPED) {
-    multiply<W>(panels, ahead, 0, x.values + row * x.inputs, x.inputs, x.inputs, sum);
-  } else {
-    // Sums of codes are exact integers; the scales and the low of a group follow.
-    const int64_t groups = x.inputs / x.group, bytes = W::group_bytes(x.group);
-    for (int64_t g = 0; g < groups; g++) {
-      Ints part[R][P];
+    for (int p = 0; p < P; p++) all[r][p] = broadcast(0.f);
+  for (int64_t g = 0; g < groups; g++)
+    for (int p = 0; p < P; p += T) {
+      typename W::Sum sum[R][T];
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++) part[r][p] = zeros();
-      multiply<W>(panels, ahead, g * bytes + W::HEADER, x.codes + row * x.inputs + g * x.group, x.inputs, x.group, part);
-      for (int r = 0; r < R; r++) {
-        const int64_t at = (row + r) * groups + g;
-        const Vec factor = broadcast(x.scales[at]), total = broadcast(x.sums[at]);
-        for (int p = 0; p < P; p++) {
-          if constexpr (W::HEADER == 0) {
-            sum[r][p] = fma(factor, to_float(part[r][p]), sum[r][p]);
-          } else {
-            const char* header = panels[p] + g * bytes;
-            sum[r][p] = fma(load_fp16(header + W::HEADER / 2), total, sum[r][p]);
-            sum[r][p] = fma(load_fp16(header) * factor, to_float(part[r][p]), sum[r][p]);
+        for (int t = 0; t < T; t++) sum[r][t] = W::zero();
+      if constexpr (!W::GROUPED) {
+        multiply<W>(panels + p, ahead + p, 0, x.values + row * x.inputs, x.inputs, x.inputs, sum);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+          for (int t = 0; t < T; t++) all[r][p + t] = sum[r][t];
+      } else {
+        // Sums of codes are exact integers; the scales and the low of a group follow.
+        const int64_t at = g * x.rows + row, offset = g * W::group_bytes(x.group);
+        multiply<W>(panels + p, ahead + p, offset + W::HEADER, x.codes + at * x.group, x.group, x.group, sum);
+        for (int t = 0; t < T; t++) {
+          const char* header = panels[p + t] + offset;
+          Vec scale, low;
+          if (W::HEADER) scale = load_fp16(header), low = load_fp16(header + W::HEADER / 2);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) {
+            const Vec factor = broadcast(x.scales[at + r]);
+            Vec& total = all[r][p + t];
+            if (W::HEADER) total = fma(low, broadcast(x.sums[at + r]), total);
+            total = fma(W::HEADER ? scale * factor : factor, to_float(sum[r][t]), total);
           }
         }
       }
     }
-  }
-  for (int r = 0; r < R; r++) put(row + r, panel, sum[r], P);
+  for (int r = 0; r < R; r++) put(row + r, panel, all[r], P);
 }
 
 // `tile` for a number of rows that is known only now, at most R.
@@ -221,23 +233,24 @@ const Input* as_input(const bf16* x, [[maybe_unused]] int64_t size) {
 Rows in_groups(const bf16* x, int64_t rows, int64_t inputs, int64_t group) {
   static thread_local std::vector<int16_t> codes;
   static thread_local std::vector<float> scales, sums;
-  const int64_t groups = rows * inputs / group;
+  const int64_t groups = inputs / group;
   codes.resize(std::max<size_t>(rows * inputs, codes.size()));
-  scales.resize(std::max<size_t>(groups, scales.size()));
-  sums.resize(std::max<size_t>(groups, sums.size()));
-  for (int64_t g = 0; g < groups; g++) {
-    const bf16* values = x + g * group;
-    Vec sum = broadcast(0.f), highest = broadcast(0.f);
-    for (int64_t i = 0; i < group; i += LANES) {
-      const Vec value = widen(values + i);
-      sum = sum + value, highest = most(highest, most(value, broadcast(0.f) - value));
+  scales.resize(std::max<size_t>(rows * groups, scales.size()));
+  sums.resize(std::max<size_t>(rows * groups, sums.size()));
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t g = 0; g < groups; g++, x += group) {
+      Vec sum = broadcast(0.f), highest = broadcast(0.f);
+      for (int64_t i = 0; i < group; i += LANES) {
+        const Vec value = widen(x + i);
+        sum = sum + value, highest = most(highest, most(value, broadcast(0.f) - value));
+      }
+      const int64_t at = g * rows + row;
+      const float top = reduce_max(highest);
+      const Vec factor = broadcast(top > 0.f ? 32767.f / top : 0.f);
+      for (int64_t i = 0; i < group; i += LANES) round_to_int16(codes.data() + at * group + i, widen(x + i) * factor);
+      sums[at] = reduce_add(sum), scales[at] = top / 32767.f + 0.f * sums[at];
     }
-    const float top = reduce_max(highest);
-    const Vec factor = broadcast(top > 0.f ? 32767.f / top : 0.f);
-    for (int64_t i = 0; i < group; i += LANES) round_to_int16(codes.data() + g * group + i, widen(values + i) * factor);
-    sums[g] = reduce_add(sum), scales[g] = top / 32767.f + 0.f * sums[g];
-  }
-  return {nullptr, codes.data(), scales.data(), sums.data(), inputs, group};
+  return {nullptr, codes.data(), scales.data(), sums.data(), inputs, group, rows};
 }
 
 template <class W>
@@ -245,7 +258,7 @@ void product_of(const Weights& w, const bf16* x, int64_t rows, int64_t inputs, R
                 const Put& put) {
   const Order order{(const char*)w.panels, W::panel_bytes(inputs, w.group), half};
   const Rows read = W::GROUPED ? in_groups(x, rows, inputs, w.group)
-                               : Rows{as_input(x, rows * inputs), nullptr, nullptr, nullptr, inputs, 0};
+                               : Rows{as_input(x, rows * inputs), nullptr, nullptr, nullptr, inputs, 0, rows};
   int64_t panel = range.first;
   if constexpr (PANELS > 2) panels_by<W, PANELS>(order, read, rows, panel, range.last, put);
   panels_by<W, 2>(order, read, rows, panel, range.last, put);
@@ -301,14 +314,18 @@ void attend(const bf16* q, const bf16* keys, const bf16* values, int64_t stride,
     const bf16* key[LANES];
     for (int lane = 0; lane < LANES; lane++) key[lane] = keys + list[std::min(j + lane, count - 1)] * stride;
     for (int g = 0; g < Q; g++) {
-      Vec sum[LANES];
-      for (int lane = 0; lane < LANES; lane++) sum[lane] = broadcast(0.f);
-      for (int64_t i = 0; i < dim; i += 2 * LANES) {
-        const Pair part = pairs(q + g * dim + i);
-        for (int lane = 0; lane < LANES; lane++)
-          sum[lane] = dot(part, pairs(key[lane] + i), sum[lane]);
+      Vec all[LANES];
+      for (int first = 0; first < LANES; first += KEYS) {
+        Vec sum[KEYS];
+        for (int k = 0; k < KEYS; k++) sum[k] = broadcast(0.f);
+        for (int64_t i = 0; i < dim; i += 2 * LANES) {
+          const Pair part = pairs(q + g * dim + i);
+#pragma GCC unroll 16
+          for (int k = 0; k < KEYS; k++) sum[k] = dot(part, pairs(key[first + k] + i), sum[k]);
+        }
+        std::copy(sum, sum + KEYS, all + first);
       }
-      store(scores + g * width + j, totals(sum) * broadcast(scale));
+      store(scores + g * width + j, totals(all) * broadcast(scale));
     }
   }
   float inverse[Q];
@@ -326,19 +343,23 @@ void attend(const bf16* q, const bf16* keys, const bf16* values, int64_t stride,
     }
     inverse[g] = 1.f / reduce_add(total);
   }
-  for (int64_t i = 0; i < dim; i += 2 * LANES) {
-    Vec sum[Q][2];
-    for (int g = 0; g < Q; g++) sum[g][0] = sum[g][1] = broadcast(0.f);
+  for (int64_t i = 0; i < dim; i += VALUES * LANES) {
+    Vec sum[Q][VALUES];
+#pragma GCC unroll 8
+    for (int g = 0; g < Q; g++)
+      for (int d = 0; d < VALUES; d++) sum[g][d] = broadcast(0.f);
     for (int64_t j = 0; j < count; j++) {
       const bf16* value = values + list[j] * stride + i;
-      const Vec v[2] = {widen(value), widen(value + LANES)};
+      Vec v[VALUES];
+      for (int d = 0; d < VALUES; d++) v[d] = widen(value + d * LANES);
+#pragma GCC unroll 8
       for (int g = 0; g < Q; g++) {
         const Vec p = broadcast(scores[g * width + j]);
-        for (int d = 0; d < 2; d++) sum[g][d] = fma(p, v[d], sum[g][d]);
+        for (int d = 0; d < VALUES; d++) sum[g][d] = fma(p, v[d], sum[g][d]);
       }
     }
     for (int g = 0; g < Q; g++)
-      for (int d = 0; d < 2; d++)
+      for (int d = 0; d < VALUES; d++)
         narrow(out + g * dim + i + d * LANES, sum[g][d] * broadcast(inverse[g]));
   }
 }

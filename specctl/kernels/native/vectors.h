@@ -245,10 +245,13 @@ inline Ints two_for_all(const int16_t* x) {
   std::memcpy(&two, x, 4);
   return {_mm256_set1_epi32(two), _mm256_set1_epi32(two)};
 }
-inline Ints dot(Ints a, Ints b, Ints sum) {
-  return {_mm256_add_epi32(sum.low, _mm256_madd_epi16(a.low, b.low)),
-          _mm256_add_epi32(sum.high, _mm256_madd_epi16(a.high, b.high))};
+// In assembler, as g++ computes all products of a tile before it adds any, which takes more registers than there are.
+inline __m256i dot_half(__m256i a, __m256i b, __m256i sum) {
+  __m256i product;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
+  return sum;
 }
+inline Ints dot(Ints a, Ints b, Ints sum) { return {dot_half(a.low, b.low, sum.low), dot_half(a.high, b.high, sum.high)}; }
 inline void round_to_int16(int16_t* out, Vec x) {
   const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
   _mm256_storeu_si256((__m256i*)out, _mm256_permute4x64_epi64(mixed, 0xd8));
@@ -263,10 +266,12 @@ struct Bf16Weights {
   static constexpr bool GROUPED = false;
   static constexpr int INPUTS = 2, BYTES = 4 * LANES;
   using Two = Pair;
+  using Read = Pair;
   using Sum = Vec;
+  static Sum zero() { return broadcast(0.f); }
   static int64_t panel_bytes(int64_t inputs, int64_t) { return inputs * 2 * LANES; }
-  static Two read(const char* at) { return pairs((const bf16*)at); }
-  static Two next(Two& read) { return read; }
+  static Read read(const char* at) { return pairs((const bf16*)at); }
+  static Two next(Read& read) { return read; }
 };
 
 // Codes in groups of inputs. A group of GGUF's weights begins with 16 scales and 16 lows in fp16.
@@ -276,15 +281,21 @@ struct Grouped {
   static constexpr int HEADER = HEADER_BYTES;
   using Two = Ints;
   using Sum = Ints;
+  static Sum zero() { return zeros(); }
   static int64_t group_bytes(int64_t group) { return HEADER + group * LANES * BITS / 8; }
   static int64_t panel_bytes(int64_t inputs, int64_t group) { return inputs / group * group_bytes(group); }
 };
 
 template <int HEADER_BYTES>
 struct EightBits : Grouped<8, HEADER_BYTES> {
-  static constexpr int INPUTS = 2, BYTES = 2 * LANES;
-  static Ints read(const char* at) { return widened(at); }
-  static Ints next(Ints& read) { return read; }
+  static constexpr int INPUTS = 4, BYTES = 4 * LANES;
+  using Read = const char*;
+  static Read read(const char* at) { return at; }
+  static Ints next(Read& read) {
+    const Ints codes = widened(read);
+    read += 2 * LANES;
+    return codes;
+  }
 };
 
 using Int8Weights = EightBits<0>;
@@ -293,8 +304,9 @@ using GroupsOf8 = EightBits<4 * LANES>;
 // Eight inputs of 16 outputs: 32 bits per output, the even inputs in the four nibbles of the lower half.
 struct GroupsOf4 : Grouped<4, 4 * LANES> {
   static constexpr int INPUTS = 8, BYTES = 4 * LANES;
-  static Ints read(const char* at) { return load_ints(at); }
-  static Ints next(Ints& read) {
+  using Read = Ints;
+  static Read read(const char* at) { return load_ints(at); }
+  static Ints next(Read& read) {
     const Ints codes = lowest_nibbles(read);
     read = next_nibbles(read);
     return codes;
