@@ -1,5 +1,6 @@
 """The C++ step is as exact as PyTorch, and a row has the same bits in any batch."""
 
+import shutil
 import subprocess
 import threading
 import warnings
@@ -230,6 +231,26 @@ def test_the_library_is_compiled_once(fresh, monkeypatch):
     )
     assert native.library() is not None
     assert [command[1:] for command in commands] == [["--version"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "has", "flag"),
+    [("avx2", "avx_vnni", "-mavxvnni"), ("avx512", "avx512_vnni", "-mavx512vnni"), ("avx2", "avx512_vnni", None)],
+)
+def test_vnni_is_used_where_the_processor_has_it(monkeypatch, kind, has, flag):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {has: True})
+    assert [one for one in native.flags_of(kind) if "vnni" in one] == ([flag] if flag else [])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("vnni", [False, True])
+@pytest.mark.parametrize("kind", native.INSTRUCTIONS)
+def test_the_step_compiles_for_every_instruction_set(monkeypatch, kind, vnni):
+    """Also for instructions that this processor lacks."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(native.VNNI, vnni))
+    command = ["g++", *native.flags_of(kind), "-fsyntax-only", str(native.SOURCE)]
+    assert subprocess.run(command, capture_output=True, text=True).stderr == ""
 
 
 @needed

@@ -29,9 +29,10 @@ from torch import Tensor
 SOURCE, VECTORS = (Path(__file__).with_name(name) for name in ("step.cpp", "vectors.h"))
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-VNNI = "-mavx512vnni"  # part of AVX-512 on most processors, for quantized weights
 INSTRUCTIONS = {"avx512-bf16": (*AVX512, "-mavx512bf16"), "avx512": AVX512, "avx2": ("-mavx2",)}
 """Instruction sets that the step can use, the fastest first, with the compiler's flags."""
+VNNI = {"avx512_vnni": "-mavx512vnni", "avx_vnni": "-mavxvnni"}
+"""Integer products for quantized weights, on some processors beside AVX-512 or AVX2: torch's name, and the flag."""
 TIMEOUT_S = 120.0
 LANES = 16  # outputs in a panel of packed weights
 BF16, INT8, GROUPS_OF_4, GROUPS_OF_8 = range(4)  # `Kind` of step.cpp
@@ -101,9 +102,12 @@ def chosen() -> str | None:
     return named if named in found else found[0]
 
 
-def _has_vnni() -> bool:
+def flags_of(kind: str) -> tuple[str, ...]:
+    """The compiler's flags for one of `INSTRUCTIONS` on this processor."""
     find = getattr(torch.cpu, "get_capabilities", None)  # an older torch does not tell
-    return find is not None and bool(find().get("avx512_vnni"))
+    name = "avx_vnni" if kind == "avx2" else "avx512_vnni"
+    vnni = (VNNI[name],) if find is not None and find().get(name) else ()
+    return (*FLAGS, *INSTRUCTIONS[kind], *vnni)
 
 
 def library() -> ctypes.CDLL | None:
@@ -123,8 +127,7 @@ def library_for(kind: str) -> ctypes.CDLL | None:
     if compiler is None:
         return None
     try:
-        vnni = (VNNI,) if kind != "avx2" and _has_vnni() else ()
-        found = ctypes.CDLL(str(_compiled(compiler, (*FLAGS, *INSTRUCTIONS[kind], *vnni))))
+        found = ctypes.CDLL(str(_compiled(compiler, flags_of(kind))))
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
         warnings.warn(f"the CPU step runs on PyTorch: {compiler} failed: {output.strip()[-300:]}", stacklevel=2)

@@ -245,11 +245,15 @@ inline Ints two_for_all(const int16_t* x) {
   std::memcpy(&two, x, 4);
   return {_mm256_set1_epi32(two), _mm256_set1_epi32(two)};
 }
-// In assembler, as g++ computes all products of a tile before it adds any, which takes more registers than there are.
 inline __m256i dot_half(__m256i a, __m256i b, __m256i sum) {
+#if defined(__AVXVNNI__)
+  return _mm256_dpwssd_avx_epi32(sum, a, b);
+#else
+  // In assembler: g++ would compute all products of a tile before it adds any, and run out of registers.
   __m256i product;
   asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
   return sum;
+#endif
 }
 inline Ints dot(Ints a, Ints b, Ints sum) { return {dot_half(a.low, b.low, sum.low), dot_half(a.high, b.high, sum.high)}; }
 inline void round_to_int16(int16_t* out, Vec x) {
