@@ -1,4 +1,4 @@
-"""Allowed imports between the rooms (packages) of specctl. A wrong import is how layers rot."""
+"""Allowed imports between the packages of specctl. A wrong import is how layers rot."""
 
 import ast
 import functools
@@ -61,11 +61,11 @@ ALLOWED: dict[str, set[str]] = {
     "decoding": {*LEAVES, "kernels"},
     "drafters": DRAFTING,
     "formats": DRAFTING,
-    "formats.registry": {"errors", "formats"},  # a table that refers to its own room for types only
-    **{room: DRAFTING | {"data_prep", *MIDDLE[:order]} for order, room in enumerate(MIDDLE)},
+    "formats.registry": {"errors", "formats"},  # a table that refers to its own package for types only
+    **{package: DRAFTING | {"data_prep", *MIDDLE[:order]} for order, package in enumerate(MIDDLE)},
     "api": DRAFTING | {"data_prep", *MIDDLE},
     "cli": DRAFTING | {"data_prep", "api", "", *MIDDLE},
-    "lab": DRAFTING | {"data_prep", "api", "cli", "", *MIDDLE},  # not imported by other rooms
+    "lab": DRAFTING | {"data_prep", "api", "cli", "", *MIDDLE},  # not imported by other packages
 }
 
 
@@ -88,12 +88,13 @@ def imported(source: str, package: list[str]) -> set[str]:
     return found
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     """Map `decoding.offline` to `decoding`, and a file with its own rule to itself.
 
     Other names belong to the root (`from specctl import __version__`).
     """
-    return next((room for room in (".".join(module.split(".")[:2]), module.split(".")[0]) if room in ALLOWED), "")
+    first, two = module.split(".")[0], ".".join(module.split(".")[:2])
+    return next((package for package in (two, first) if package in ALLOWED), "")
 
 
 def violations(files: dict[str, str]) -> list[str]:
@@ -102,7 +103,7 @@ def violations(files: dict[str, str]) -> list[str]:
     for name, source in files.items():
         package = ["specctl", *name.split(".")[:-1]]
         for module in imported(source, package):
-            if room_of(module) not in {*ALLOWED[room_of(name)], room_of(name)}:
+            if package_of(module) not in {*ALLOWED[package_of(name)], package_of(name)}:
                 wrong.append(f"{name} imports {module}")
     return sorted(wrong)
 
@@ -125,10 +126,10 @@ def test_imports_follow_the_layers():
     assert violations(sources()) == []
 
 
-def test_every_room_has_an_import_rule():
-    rooms = {path.name for path in (ROOT / "specctl").iterdir() if any(path.glob("*.py"))}
+def test_every_package_has_an_import_rule():
+    packages = {path.name for path in (ROOT / "specctl").iterdir() if any(path.glob("*.py"))}
     modules = {path.stem for path in (ROOT / "specctl").glob("*.py")} - {"__init__"}
-    assert rooms | modules <= set(ALLOWED)
+    assert packages | modules <= set(ALLOWED)
 
 
 @pytest.mark.parametrize(
@@ -190,16 +191,16 @@ def test_an_import_cycle_through_a_package_is_noticed():
 
 
 def borrowed(files: dict[str, str]) -> list[str]:
-    """Return `a imports b` if a file of drafters/ imports from a family's room and lies outside this room."""
+    """Return `a imports b` if a file of drafters/ imports from a family's package and lies outside this package."""
     inside = {name: source for name, source in files.items() if name.startswith("drafters.")}
-    rooms = {f"drafters.{family}." for family in FAMILIES}
+    packages = {f"drafters.{family}." for family in FAMILIES}
     edges = [(name, file) for name, source in inside.items() for file in imports(name, source, files)]
-    lent = [(name, file, room) for name, file in edges for room in rooms if file.startswith(room)]
-    return sorted(f"{name} imports {file}" for name, file, room in lent if not name.startswith(room))
+    lent = [(name, file, package) for name, file in edges for package in packages if file.startswith(package)]
+    return sorted(f"{name} imports {file}" for name, file, package in lent if not name.startswith(package))
 
 
 def test_drafter_families_do_not_import_each_other():
-    """Shared code has a separate room, so that a family can be read, changed or removed alone."""
+    """Shared code has a separate package, so that a family can be read, changed or removed alone."""
     assert borrowed(sources()) == []
 
 

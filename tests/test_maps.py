@@ -1,8 +1,8 @@
 """README.md, specctl/README.md, .github/CONTRIBUTING.md and the user guides name only files and names that exist.
 
-The map in specctl/README.md lists every room. Checked are backticks, code blocks and links: paths, modules, and names
-written like code (`Engine`, `DraftTree`, `on_round`, `Game.scored`). A plain word (`decode`, `eagle3`) must be a name
-or a string of the package.
+The map in specctl/README.md lists every package. Checked are backticks, code blocks and links: paths, modules, and
+names written like code (`Engine`, `DraftTree`, `on_round`, `Game.scored`). A plain word (`decode`, `eagle3`) must be a
+name or a string of the package.
 """
 
 import ast
@@ -20,7 +20,7 @@ MAP = "specctl/README.md"
 GUIDES = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "specctl/guides").glob("*.md")))
 PAGES = ("README.md", MAP, ".github/CONTRIBUTING.md", *GUIDES)
 FOLDERS = ("specctl", "data_prep", "recipes")  # of the installed package
-ROOMS = sorted(path.name for path in (ROOT / "specctl").iterdir() if (path / "__init__.py").exists())
+PACKAGES = sorted(path.name for path in (ROOT / "specctl").iterdir() if (path / "__init__.py").exists())
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 BLOCK = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -109,13 +109,13 @@ def _is_module(name: str) -> bool:
 
 
 def mapped(text: str) -> set[str]:
-    """Return the rooms in the first column of the map's table, as paths below the root."""
+    """Return the packages in the first column of the map's table, as paths below the root."""
     rows = re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE)
-    rooms = {room for row in rows for room in re.findall(r"`([\w/]+)/`", row)}
-    return {room if room.split("/")[0] in FOLDERS else f"specctl/{room}" for room in rooms}
+    packages = {package for row in rows for package in re.findall(r"`([\w/]+)/`", row)}
+    return {package if package.split("/")[0] in FOLDERS else f"specctl/{package}" for package in packages}
 
 
-def rooms() -> set[str]:
+def packages() -> set[str]:
     """Return the folders of the package with Python files, as paths below the root."""
     return {path.rpartition("/")[0] for path in sources()}
 
@@ -126,8 +126,8 @@ def test_names_on_a_page_exist(page):
     assert missing(page, (ROOT / page).read_text()) == []
 
 
-def test_the_map_lists_every_room():
-    assert mapped((ROOT / MAP).read_text()) == rooms()
+def test_the_map_lists_every_package():
+    assert mapped((ROOT / MAP).read_text()) == packages()
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:
@@ -150,14 +150,14 @@ def remarks(source: str) -> list[str]:
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Return the syntax trees of all modules and rooms by dotted name, including recipes/ and data_prep/."""
+    """Return the syntax trees of all modules and packages by dotted name, including recipes/ and data_prep/."""
     parts = ((path.removesuffix(".py").split("/"), tree) for path, tree in sources().items())
     return {".".join(names).removeprefix("specctl.").removesuffix(".__init__"): tree for names, tree in parts}
 
 
 @cache
 def contents(module: str) -> frozenset[str]:
-    """Return the names that a module or a room's `__init__` defines or imports, and members of its classes."""
+    """Return the names that a module or a package's `__init__` defines or imports, and members of its classes."""
     nodes = list(ast.walk(modules()[module])) if module in modules() else []
     names = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -181,14 +181,14 @@ def stale(source: str) -> set[str]:
 
 
 def _cites(name: str, source: str) -> bool:
-    """Return whether a dotted name refers to one of our modules: it starts with a room or a file name.
+    """Return whether a dotted name refers to one of our modules: it starts with a package or a file name.
 
     Recipe keys, and attributes of a variable in the source (`state.memory`), do not count.
     """
     first = name.split(".")[0]
     if _is_key(name) or name.endswith((".json", ".jsonl", ".txt", ".yaml")):
         return False
-    if first in ROOMS and first != "recipe":
+    if first in PACKAGES and first != "recipe":
         return True
     return first in {module.split(".")[-1] for module in modules()} and first not in _variables(source)
 
@@ -206,7 +206,7 @@ def _variables(source: str) -> set[str]:
 
 
 def _resolves(name: str) -> bool:
-    """Return whether `room.module`, `module.name`, `room.module.Class.member` and similar names exist."""
+    """Return whether `package.module`, `module.name`, `package.module.Class.member` and similar names exist."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         head = ".".join(parts[:count])
@@ -272,8 +272,8 @@ def test_a_wrong_name_is_noticed(wrong):
     assert len(missing(MAP, f"# A page\n\nAn `Engine` and `decoding/engine.py`.\n\n{wrong}\n")) == 1
 
 
-def test_a_missing_room_is_noticed():
-    """Negative control: a removed row, and a row for a room that does not exist."""
+def test_a_missing_package_is_noticed():
+    """Negative control: a removed row, and a row for a package that does not exist."""
     text = (ROOT / MAP).read_text()
-    assert rooms() - mapped(re.sub(r"^\| `kernels/` .*\n", "", text, flags=re.MULTILINE)) == {"specctl/kernels"}
-    assert mapped(text + "| `stages/` | Which? |\n") - rooms() == {"specctl/stages"}
+    assert packages() - mapped(re.sub(r"^\| `kernels/` .*\n", "", text, flags=re.MULTILINE)) == {"specctl/kernels"}
+    assert mapped(text + "| `stages/` | Which? |\n") - packages() == {"specctl/stages"}

@@ -1,6 +1,6 @@
 """Docstrings, comments and pages are plain English: constructions that must be read twice stay rare.
 
-A hit of a pattern is a place to look at, not an error, so each room has a budget. Budgets may only fall.
+A hit of a pattern is a place to look at, not an error, so each package has a budget. Budgets may only fall.
 """
 
 import re
@@ -12,7 +12,7 @@ from tests.test_maps import remarks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "specctl/README.md", ".github/CONTRIBUTING.md")
-BUDGET = 1.0  # hits per 1,000 words of a room
+BUDGET = 1.0  # hits per 1,000 words of a package
 THINGS = "(?:nobody|somebody|everybody|whoever|whatever|whichever)"
 PATTERNS = {
     "a pronoun for a thing": rf"(?i:\b{THINGS})(?:'s)?\b",
@@ -41,8 +41,8 @@ def hits(text: str) -> list[str]:
     return [f"{name}: {found.group()!r}" for name, pattern in COMPILED.items() for found in pattern.finditer(text)]
 
 
-def rooms() -> dict[str, list[Path]]:
-    """Map each room to its modules, and add `pages` and `guides`."""
+def packages() -> dict[str, list[Path]]:
+    """Map each package to its modules, and add `pages` and `guides`."""
     found: dict[str, list[Path]] = {"pages": [ROOT / page for page in PAGES]}
     for path in sorted((ROOT / "specctl").rglob("*.py")):
         found.setdefault(path.parent.relative_to(ROOT).as_posix(), []).append(path)
@@ -52,13 +52,13 @@ def rooms() -> dict[str, list[Path]]:
 
 def test_prose_is_plain():
     over = {}
-    for room, paths in rooms().items():
+    for package, paths in packages().items():
         texts = [(path.name, text) for path in paths for text in prose_of(path)]
         words = sum(len(text.split()) for _, text in texts)
         found = [f"{name}: {hit}" for name, text in texts for hit in hits(text)]
         if len(found) > max(1, BUDGET * words / 1000):
-            over[room] = found
-    assert not over, "\n".join(f"{room}: {found}" for room, found in over.items())
+            over[package] = found
+    assert not over, "\n".join(f"{package}: {found}" for package, found in over.items())
 
 
 @pytest.mark.parametrize(
