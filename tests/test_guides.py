@@ -36,7 +36,7 @@ VARIABLE = re.compile(r"SPECCTL_[A-Z_]+")
 FILES = (".json", ".jsonl", ".yaml", ".parquet", ".md", ".py", ".safetensors", ".jinja", ".sbatch", ".txt")
 ENGINES = {
     *("--per-request-spec-decode-metrics", "--no-enable-prefix-caching", "--disable-radix-cache"),
-    *("--metrics", "--parallel", "--ctx-size"),
+    *("--metrics", "--parallel", "--ctx-size", "--lora-modules", "--max-lora-rank"),
     *("--speculative-adaptive-config", "--speculative-algorithm", "--speculative-ngram-external-sam-budget"),
     *("--nproc-per-node", "--no-deps", "--help"),
 }

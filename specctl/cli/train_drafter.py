@@ -19,8 +19,10 @@ from specctl.errors import CheckpointError, RecipeError, UsageError
 from specctl.reporting.tables import text
 
 if TYPE_CHECKING:
+    from specctl.engines.records import HiddenStatesSpec
     from specctl.recipe import DistillRecipe, TrainRecipe
     from specctl.training.estimate import Texts
+    from specctl.training.example import Author
 
 AUTO = Path("auto")  # value of `init`: start from a generalist, if there is one
 PROMPT_SAMPLE = 200  # number of records with prompts that are measured
@@ -60,9 +62,10 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     check_layers(recipe, first)
     if recipe.distilled is None:
         report_existing_data(recipe, [path for training in recipes for path in training.data_dirs if path not in first])
+    silent = [unanswered(training, authors) for training, authors in zip(recipes, adapters, strict=True)]
     if dry_run:
         expected = [estimate(training, first) for training in recipes]
-        words = steps(recipes, adapters, first) + [line for lines, _ in expected for line in lines]
+        words = steps(recipes, adapters, first, silent) + [line for lines, _ in expected for line in lines]
         estimates = [document for _, document in expected]
         return checks.show("train-drafter", recipe, words, estimate=estimates if recipe.each else estimates[-1])
     with library_output():
@@ -130,7 +133,7 @@ def check_layers(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> None:
         raise refused
 
 
-def with_adapters(recipe: TrainRecipe) -> tuple[TrainRecipe, dict[Path, str]]:
+def with_adapters(recipe: TrainRecipe) -> tuple[TrainRecipe, dict[Path, Author]]:
     """Return a recipe with the target's adapters that its data records (`training.adapters.with_adapters`).
 
     Raises CheckpointError, also if an adapter does not fit the target, and UsageError.
@@ -138,10 +141,24 @@ def with_adapters(recipe: TrainRecipe) -> tuple[TrainRecipe, dict[Path, str]]:
     from specctl.training import adapters
 
     recipe, found = adapters.with_adapters(recipe)
-    for adapter in dict.fromkeys([*found.values(), recipe.target.adapter]):
+    for adapter in dict.fromkeys([*(author.adapter for author in found.values()), recipe.target.adapter]):
         if adapter is not None:
             checks.target_config(recipe.target.model_copy(update={"adapter": adapter}))
     return recipe, found
+
+
+def unanswered(recipe: TrainRecipe, authors: dict[Path, Author]) -> list[str] | None:
+    """Ask the servers that compute features whether they list the models that wrote the data. Return the addresses that
+    do not respond; None if no model or no server is named, or if the target's configuration is not on this machine.
+
+    Raises UsageError if a server does not list one.
+    """
+    if not recipe.features.is_served or not (authors or recipe.features.server.model):
+        return None
+    from specctl.training.served_features import addresses, check_models
+
+    states = _states(recipe, authors) if addresses(recipe.features) else None
+    return None if states is None else check_models(recipe.features, states)
 
 
 def with_generalist(recipe: TrainRecipe) -> TrainRecipe:
@@ -240,12 +257,18 @@ def report_existing_data(recipe: TrainRecipe, sources: list[Path]) -> None:
     set_here = [f"data.{key}" for key in ("prompts", "limit") if getattr(recipe.data, key) is not None]
     set_here += [f"distill.{key}" for key in sorted(recipe.distill.model_fields_set - {"prompt_tokens"})]
     for source in filter(store.exists, sources):
-        written_by = store.summary(source).meta.get("target", {})
+        meta = store.summary(source).meta
+        written_by = meta.get("target", {})
         if written_by.get("name", recipe.target.name) != recipe.target.name:
             progress.warn(f"data in {source} was written by target {written_by['name']}, not {recipe.target.name}")
         elif written_by and adapter and written_by.get("adapter_weights") != adapter_digest(adapter):
             told = named_adapter(written_by)
             progress.warn(f"data in {source} was written with {told}, not with adapter {adapter}")
+        elif meta.get("model") and not (adapter or written_by.get("adapter") or recipe.features.is_served):
+            progress.warn(
+                f"data in {source} was written by the engine's model {meta['model']}, and is read by target "
+                f"{recipe.target.name}: name its adapter with --target-adapter, or its engine with --features-from"
+            )
         if set_here and not recipe.resume:
             again = f"specctl distill --output-dir {source} --overwrite generates it again"
             progress.log(f"training on the existing data in {source}; ignored: {', '.join(set_here)} ({again})")
@@ -297,7 +320,13 @@ def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
     return Texts(number, max(1.0, responses / max(1, number)), prompts / max(1, number), counted=counted)
 
 
-def steps(recipes: list[TrainRecipe], adapters: list[dict[Path, str]], first: dict[Path, DistillRecipe]) -> list[str]:
+def steps(
+    recipes: list[TrainRecipe],
+    adapters: list[dict[Path, Author]],
+    first: dict[Path, DistillRecipe],
+    silent: list[list[str] | None],
+) -> list[str]:
+    """`adapters` and `silent`: results of `with_adapters` and `unanswered` for each recipe."""
     from specctl.cli import distill
     from specctl.families import trainable_families
 
@@ -308,13 +337,19 @@ def steps(recipes: list[TrainRecipe], adapters: list[dict[Path, str]], first: di
         plans.append(f"target {recipes[0].target.name} is run by an engine only: {reason}")
     elif not first:
         plans.append(checks.check_target(recipes[0].target))
-    for recipe, switched in zip(recipes, adapters, strict=True):
-        own = {source: f" (adapter {adapter})" for source, adapter in switched.items()}
+    for recipe, authors, missing_servers in zip(recipes, adapters, silent, strict=True):
+        own = {source: f" ({_shown(author)})" for source, author in authors.items()}
         sources = [f"{source}{own.get(source, '')}" for source in recipe.data_dirs]
         plans.append(f"read distilled data from {', '.join(sources)}")
-        plans += _training(recipe) if recipe.arch in trainable_families() else _collecting(recipe, reason)
+        served = _served(recipe, authors, missing_servers) if recipe.features.is_served else []
+        plans += served + _training(recipe) if recipe.arch in trainable_families() else _collecting(recipe, reason)
         plans.append(f"write the drafter to {recipe.output}")
     return plans
+
+
+def _shown(author: Author) -> str:
+    model = f"model {author.model} of the engine" if author.model is not None else ""
+    return " as ".join(filter(None, (f"adapter {author.adapter}" if author.adapter else "", model)))
 
 
 def _collecting(recipe: TrainRecipe, only_engines: str | None) -> list[str]:
@@ -331,7 +366,6 @@ def _training(recipe: TrainRecipe) -> list[str]:
     what = "a LoRA adapter of" if recipe.lora.enabled else "from" if recipe.init else ""
     start = f"{what} {recipe.init} " if recipe.init else ""
     return [
-        *(_served(recipe) if recipe.features.is_served else []),
         f"train {recipe.arch} {start}for {until} with {recipe.optimizer_type} and ZeRO stage {recipe.zero_stage}",
         *(
             [f"train texts of more than {recipe.piece_length} tokens in pieces of at most {recipe.piece_length}"]
@@ -360,23 +394,39 @@ def _checks(recipe: TrainRecipe) -> list[str]:
     ]
 
 
-def _served(recipe: TrainRecipe) -> list[str]:
+def _served(recipe: TrainRecipe, authors: dict[Path, Author], silent: list[str] | None) -> list[str]:
     """Return lines about the requests to servers, and about how to start a server.
 
     The latter need the target's configuration on this machine.
     """
-    from specctl.decoding.models.loading import DTYPES, load_config
-    from specctl.drafters import checkpoint
     from specctl.training import served_features
-    from specctl.training.target_outline import Outline
 
-    server, where = recipe.features.server, checks.local_target(recipe.target)
+    server, states = recipe.features.server, _states(recipe, authors)
     who = ", ".join(server.urls) or str(recipe.features.servers or "the server in features.server.urls")
     ahead = f" and {recipe.features.ahead} ahead of the training" if recipe.features.mode == "stream" else ""
     asked = f"request the target's hidden states from {who}, {server.concurrency} texts at a time{ahead}; "
-    asked += "it is not checked"
+    models = ", ".join([name for name, _ in states.adapters] if states and states.adapters else [str(server.model)])
+    if silent is None:
+        asked += "it is not checked"
+    elif silent:
+        asked += f"{', '.join(silent)} does not respond, so whether it lists {models} is not checked"
+    else:
+        asked += f"it lists {models}, and nothing else is checked"
+    starts = served_features.commands(server, states) if states is not None else []
+    return [asked, *(f"start a server with: {one}" for one in starts)]
+
+
+def _states(recipe: TrainRecipe, authors: dict[Path, Author]) -> HiddenStatesSpec | None:
+    """Return the states that servers compute; None without the target's configuration on this machine."""
+    from specctl.decoding.models.loading import DTYPES, load_config
+    from specctl.drafters import checkpoint
+    from specctl.training import served_features
+    from specctl.training.example import Author
+    from specctl.training.target_outline import Outline
+
+    where = checks.local_target(recipe.target)
     if where is None:
-        return [asked]
+        return None
     config = load_config(where, trust_remote_code=recipe.target.trust_remote_code)
     taps = checkpoint.taps(recipe.init) if recipe.init is not None else None
     if taps is None:
@@ -385,7 +435,8 @@ def _served(recipe: TrainRecipe) -> list[str]:
     states = served_features.needed_states(
         recipe.target.name, recipe.target.revision, tuple(taps), text.num_hidden_layers, text.hidden_size
     )
-    return [asked, *(f"start a server with: {one}" for one in served_features.commands(server, states))]
+    alone = Author(recipe.target.adapter, recipe.features.server.model)
+    return served_features.with_adapters(states, authors.values() or ([alone] if alone.adapter else []))
 
 
 def show(document: dict[str, Any]) -> Any:

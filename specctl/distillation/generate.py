@@ -134,9 +134,11 @@ def _client(recipe: DistillRecipe) -> AbstractContextManager[Client | None]:
 def settings(recipe: DistillRecipe, domain: str, target: TargetText, client: Client | None = None) -> dict[str, Any]:
     """Settings that all responses of a directory share; resuming with other settings is refused.
 
-    They include the engine: another engine rounds differently, and so writes other texts.
+    They include the engine: another engine rounds differently, and so writes other texts. They also include the name of
+    the engine's model, unless it is the first in the engine's list: the others may have adapters.
     """
-    sampling = recipe.sampling
+    sampling, model = recipe.sampling, recipe.server.model
+    default = [server.facts.models[0] for server in client.servers] if client is not None else [model]
     return {
         "domain": domain,
         "target": target.identity,
@@ -149,6 +151,7 @@ def settings(recipe: DistillRecipe, domain: str, target: TargetText, client: Cli
             "seed": sampling.seed,
         },
         **({} if client is None else {"engine": sorted({server.facts.engine for server in client.servers})}),
+        **({} if model is None or model in default else {"model": model}),
     }
 
 

@@ -212,6 +212,8 @@ class ShardWriter:
     def _check(self, meta: dict[str, Any]) -> None:
         """Raise DataError if meta.json differs from `meta`."""
         there = with_weights_digest(_meta(self.dir), meta)
+        if "model" in meta and meta.get("target", {}).get("adapter_weights"):  # the name of the same adapter may change
+            there["model"] = meta["model"]
         if different := differences(there, meta):
             raise DataError(
                 f"{self.dir} was distilled with other settings: " + "; ".join(different),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,6 +98,19 @@ class Client:
         self._cancel(self._pending)
         self._runner.run(self._pools.aclose())
         self._runner.close()
+
+    def with_model(self, model: str) -> Client:
+        """A client of another model at the same servers. It uses the connections of this client, and ends with it.
+
+        Raises UsageError if a server does not list the model.
+        """
+        other = copy.copy(self)
+        other.recipe, other._suspects = self.recipe.model_copy(update={"model": model}), set()
+        other.servers = [
+            replace(one, model=endpoints.served(one.url, one.facts, model), in_flight=0, logprobs=[])
+            for one in self.servers
+        ]
+        return other
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -197,7 +211,7 @@ class Client:
         limit = limit or self.in_flight
         yield from self._all(asks, lambda ask: self._complete(ask, timed), limit, LOOKAHEAD * limit)
 
-    def states(self, texts: Sequence[list[int]], wanted: HiddenStatesSpec) -> Iterator[tuple[int, Tensor | Refusal]]:
+    def states(self, texts: Sequence[list[int]], wanted: HiddenStatesSpec) -> Generator[tuple[int, Tensor | Refusal]]:
         """Yield (position of the text, hidden states [tokens, layers, width] on the CPU) in order of arrival.
 
         Ends early after a signal. At most twice `recipe.concurrency` texts are in memory.
@@ -276,7 +290,7 @@ class Client:
 
     def _all(
         self, jobs: Sequence[Job], one: Callable[[Job], Coroutine[Any, Any, Result]], limit: int, ahead: int
-    ) -> Iterator[tuple[int, Result]]:
+    ) -> Generator[tuple[int, Result]]:
         """Run `one` for every job. Yield (position of the job, result) in order of arrival.
 
         Args:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from specctl import progress
-from specctl.engines import registry
+from specctl.engines import registry, sglang
 from specctl.engines.records import Dialect, EndpointFacts, EngineError, MalformedResponse
 from specctl.engines.responses import describe_transport_error, parse_json
 from specctl.errors import UsageError
@@ -56,10 +56,20 @@ async def connect(http: httpx.AsyncClient, url: str, recipe: ServerRecipe) -> En
                 f"no server responds at {url}: {describe_transport_error(error)}",
                 "set SSL_CERT_FILE to the file with the certificates" if "CERTIFICATE" in str(error) else None,
             ) from error
-    model = recipe.model or facts.models[0]
-    if model not in facts.models:
+    return Endpoint(url, facts, registry.DIALECTS[facts.engine], served(url, facts, recipe.model))
+
+
+def served(url: str, facts: EndpointFacts, model: str | None) -> str:
+    """The name of a model at a server, the first in its list for None. UsageError if the server does not list it, or
+    would answer with another one."""
+    if model is not None and model not in facts.models:
         raise UsageError(f"{url} does not serve model {model!r}", f"it serves {', '.join(facts.models)}")
-    return Endpoint(url, facts, registry.DIALECTS[facts.engine], model)
+    if facts.engine == sglang.NAME and model not in (None, facts.models[0]):
+        raise UsageError(
+            f"{url} is SGLang, whose requests name no model here: {facts.models[0]} would answer, not {model!r}",
+            "use vLLM for it",
+        )
+    return model or facts.models[0]
 
 
 async def probe_token_ids(http: httpx.AsyncClient, server: Endpoint) -> list[int] | None:

@@ -163,12 +163,14 @@ class HiddenStatesSpec:
         ids: indices into `transformers`' hidden_states, ascending. The last index means the output of the last layer
             before the final norm.
         width: number of values in one state.
+        adapters: names of the models that have adapters of the target, with the directories of these (None: unknown).
     """
 
     target: str
     revision: str | None
     ids: tuple[int, ...]
     width: int
+    adapters: tuple[tuple[str, str | None], ...] = ()
 
     @property
     def target_arguments(self) -> str:

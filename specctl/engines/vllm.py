@@ -138,8 +138,10 @@ def capture_command(wanted: HiddenStatesSpec) -> str:
         "kv_connector_extra_config": {"shared_storage_path": "DIRECTORY"},
     }
     beside = shlex.quote(json.dumps(connector)).replace("DIRECTORY", f"'{STORAGE}'")  # a shell must expand it
+    loras = [shlex.quote(f"{name}={directory or 'ADAPTER'}") for name, directory in wanted.adapters]
+    served = f"--enable-lora --lora-modules {' '.join(loras)} " if loras else ""
     return (
-        f"vllm serve {wanted.target_arguments} {NO_PREFIX_CACHE_FLAG} "
+        f"vllm serve {wanted.target_arguments} {NO_PREFIX_CACHE_FLAG} {served}"
         f"--speculative-config {shlex.quote(json.dumps(method))} --kv-transfer-config {beside}"
     )
 

@@ -107,6 +107,7 @@ class FeatureRecipe(Section):
     fp8: bool = False  # on disk: one byte per number, with one scale per hidden state
     server: ServerRecipe = ServerRecipe()  # engines that compute features; with an address `auto` is `server`
     servers: LocalPath | None = None  # stream: file with one address per line, read again as engines join and leave
+    adapters: dict[Name, Name] = {}  # by name of an engine's model: the adapter that it has, as the data records it
     ahead: PositiveInt = 256  # stream: most texts in flight or waiting, over all processes
     whole_target: bool | None = None  # also load the target's layers (None = if they fit in memory)
 
@@ -121,6 +122,8 @@ class FeatureRecipe(Section):
         for key in ("servers", "ahead"):
             if self.mode != "stream" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} is for mode stream (got {self.mode})")
+        if self.adapters and not self.is_served:
+            raise ValueError(f"adapters is for modes server and stream (got {self.mode})")
         if self.fp8 and self.mode not in ("server", "cached"):
             raise ValueError(f"fp8 is for features on disk: set mode to server or cached (got {self.mode})")
         if self.whole_target is False and not (self.is_served or self.mode == "cached"):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specctl import regular_files
-from specctl.decoding.models.identity import adapter_digest
 from specctl.decoding.target_text import TargetText
 from specctl.distillation import store
 from specctl.distillation.line_streams import json_object
@@ -18,11 +17,12 @@ from specctl.errors import CheckpointError, DataError
 from specctl.progress import log, warn
 from specctl.recipe import TrainRecipe
 from specctl.training import balancing
-from specctl.training.example import Example
+from specctl.training.adapters import TARGET_ITSELF, digest_of
+from specctl.training.example import Author, Example
 
 SAMPLE = 64  # prompts kept per domain, from which its features are computed
 HELD_OUT_PROMPT = 32  # first tokens of a held-out document that serve as a prompt
-NO_ADAPTERS: Mapping[Path, str] = {}
+NO_ADAPTERS: Mapping[Path, Author] = {}
 
 
 class PromptIds(NamedTuple):
@@ -70,7 +70,7 @@ class Corpus:
         return [prompt for prompt in self.held_out if order[tuple(prompt.ids)] % 2 == which]
 
 
-def load_corpus(recipe: TrainRecipe, target: TargetText, adapters: Mapping[Path, str] = NO_ADAPTERS) -> Corpus:
+def load_corpus(recipe: TrainRecipe, target: TargetText, adapters: Mapping[Path, Author] = NO_ADAPTERS) -> Corpus:
     """Load the texts that a recipe trains on: `corpus`, or the distilled data of its domains. `adapters`: see
     `load_distilled`."""
     limits = min(recipe.max_length, target.context_length), recipe.eval.fraction, 2 * recipe.eval.prompts
@@ -85,7 +85,7 @@ def load_distilled(
     max_length: int,
     held_out: float,
     prompts: int,
-    adapters: Mapping[Path, str] = NO_ADAPTERS,
+    adapters: Mapping[Path, Author] = NO_ADAPTERS,
 ) -> Corpus:
     """Read distilled directories, in order. `adapters` maps each directory that an adapter of the target wrote to
     this adapter.
@@ -101,8 +101,8 @@ def load_distilled(
         CheckpointError: the data was written by a target with another vocabulary.
     """
     examples: list[Example] = []
-    aside: dict[tuple[str, str | None], PromptIds] = {}  # by prompt id and adapter
-    spared: dict[tuple[str, str | None], list[Example]] = {}  # usable responses by held-out prompt
+    aside: dict[tuple[str, Author], PromptIds] = {}  # by prompt id and adapter
+    spared: dict[tuple[str, Author], list[Example]] = {}  # usable responses by held-out prompt
     held: set[str] = set()
     counts = dict.fromkeys(("trained", "cut", "cut_tokens", "too_short", "too_long"), 0)
     digest = hashlib.sha256()
@@ -110,9 +110,9 @@ def load_distilled(
     names = ", ".join(map(str, directories))
     for number, directory in enumerate(directories, 1):
         quota = prompts * number // len(directories)
-        adapter = adapters.get(directory)
-        if adapter is not None:
-            digest.update(f"adapter {adapter_digest(adapter)}\n".encode())
+        author = adapters.get(directory, TARGET_ITSELF)
+        if author != TARGET_ITSELF:
+            digest.update(f"adapter {digest_of(author)}\n".encode())
         trained = {example.prompt_id for example in examples}  # in other directories
         for record in store.read(directory):
             _check_vocabulary(record, directory, target)
@@ -122,14 +122,14 @@ def load_distilled(
             share = _share(key)
             whole = record["prompt_ids"] + record["response_ids"]
             tokens = whole[:max_length]
-            prompt = PromptIds(record["prompt_ids"], adapter)
-            example = Example(len(examples), key, array("i", tokens), len(prompt.ids), adapter=adapter)
+            prompt = PromptIds(record["prompt_ids"], author.adapter)
+            example = Example(len(examples), key, array("i", tokens), len(prompt.ids), **author._asdict())
             # A slot needs its next token and the target's distribution after that token: at least two response tokens.
             usable = example.response_length >= 2
             if key in held or (share < held_out and len(aside) < quota and key not in trained):
                 held.add(key)
-                aside[key, adapter] = prompt
-                spared.setdefault((key, adapter), []).extend([example] * usable)
+                aside[key, author] = prompt
+                spared.setdefault((key, author), []).extend([example] * usable)
             elif usable:
                 examples.append(example)
                 counts["cut"] += len(whole) > max_length

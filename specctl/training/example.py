@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Author(NamedTuple):
+    """The model that wrote a distilled directory: the target, or the target with an adapter.
+
+    Attributes:
+        adapter: directory of the target's LoRA adapter. None: no adapter, or one that only engines have.
+        model: name of the model at the engines that compute features. None: the engine's default model.
+    """
+
+    adapter: str | None = None
+    model: str | None = None
+
+    def __str__(self) -> str:
+        return self.adapter or f"the engine's model {self.model}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +29,7 @@ class Example:
     Attributes:
         adapter: directory of the target's LoRA adapter that wrote the response, in a training for several adapters.
             None: the target as it is loaded.
+        model: name of the model that wrote the response, at the engines that compute features, in such a training.
         whole: tokens of the whole text, for a piece of it. The first `prompt_length` tokens of a piece are context.
         number: index of the whole text.
         start: position of the first token in the whole text.
@@ -25,6 +42,7 @@ class Example:
     tokens: Sequence[int]
     prompt_length: int
     adapter: str | None = field(default=None, kw_only=True)
+    model: str | None = field(default=None, kw_only=True)
     whole: Sequence[int] | None = field(default=None, kw_only=True)
     number: int = field(default=0, kw_only=True)
     start: int = field(default=0, kw_only=True)

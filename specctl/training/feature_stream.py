@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from functools import partial
 from itertools import count, islice
 from threading import Thread, get_ident
 
@@ -39,16 +40,30 @@ class FeatureStream:
     The texts may be taken by one thread at a time.
 
     Attributes:
-        client: the client of the servers. Once the stream has been started, its requests are made in another thread.
+        client: the client of the servers. Once the stream has been started, requests are made in another thread.
+        clients: the same by name of the model that wrote a text.
         waited: seconds that the thread which made this object has waited for texts.
     """
 
-    def __init__(self, store: OwnForward, recipe: FeatureRecipe, upcoming: Iterator[Example], processes: int):
-        """`processes` share the concurrent requests and the texts ahead that the recipe allows.
-
-        Raises UsageError if the recipe names no server, and EngineError if no server responds within `server.wait_s`.
+    def __init__(
+        self,
+        store: OwnForward,
+        recipe: FeatureRecipe,
+        examples: list[Example],
+        upcoming: Iterator[Example],
+        processes: int,
+    ):
         """
-        self.store, self.recipe, self.states = store, recipe, served_features.states_of(store)
+        Args:
+            examples: all texts of the training.
+            processes: they share the concurrent requests and the texts ahead that the recipe allows.
+
+        Raises:
+            UsageError: the recipe names no server, or a server does not list a model that wrote texts.
+            EngineError: no server responds within `server.wait_s`.
+        """
+        self.store, self.recipe, self.examples = store, recipe, examples
+        self.states = served_features.states_of(store, examples)
         self.bound = max(1, recipe.ahead // processes)
         self.waited = 0.0
         self._upcoming = upcoming
@@ -75,6 +90,7 @@ class FeatureStream:
                 raise served_features.no_server("stream", self.recipe.server, self.states)
             left_out = self.client.loop.run_until_complete(self.client.follow(urls, _any))
             if self.client.servers:
+                self.clients = served_features.by_model(self.client, self.examples, self.states)
                 return self._tell(left_out)
             interrupts.check()
             if time.monotonic() > until:
@@ -84,28 +100,32 @@ class FeatureStream:
                 )
             time.sleep(POLL_S)
 
-    def start(self, examples: list[Example]) -> None:
-        """Check the servers' states on some of `examples`, and ask for the first texts.
+    def start(self) -> None:
+        """Check the servers' states on some of the texts, and ask for the first ones.
 
         Raises the errors of `served_features.check_states`.
         """
         for tried in range(1, TRIES + 1):
             try:
-                served_features.check_states(self.store, self.client, self.states, examples)
+                for model, client in self.clients.items():
+                    written = [example for example in self.examples if example.model == model]
+                    served_features.check_states(self.store, client, self.states, written)
                 break
             except NoResponse:  # from a server that has just left
                 if tried == TRIES:
                     raise
                 self._connect()
-        probe = self.client.loop.run_until_complete(self.client.read_states(self.client.probe, self.states))
-        if isinstance(probe, Refusal):
-            raise EngineError(f"{self.client.servers[0].url} refuses a short text: {probe.reason}")
-        self._probe = probe
+        self._probes: dict[str | None, Tensor] = {}
+        for model, client in self.clients.items():
+            rows = client.loop.run_until_complete(client.read_states(client.probe, self.states))
+            if isinstance(rows, Refusal):
+                raise EngineError(f"{client.servers[0].url} refuses a short text: {rows.reason}")
+            self._probes[model] = rows
         self._thread = Thread(target=self._run, name="feature-stream", daemon=True)
         self._thread.start()
         self._following = asyncio.run_coroutine_threadsafe(self._follow(), self.client.loop)
-        longest = max(len(example.tokens) - 1 for example in examples)
-        most = self.bound * longest * self._probe[0].numel() * self._probe.element_size()
+        longest = max(len(example.tokens) - 1 for example in self.examples)
+        most = self.bound * longest * next(iter(self._probes.values()))[0].nbytes
         log(f"target features are streamed: at most {self.bound} texts ({most / GB:.2g} GB) ahead of each process")
         self._ask()
 
@@ -126,7 +146,7 @@ class FeatureStream:
             self.waited += time.perf_counter() - started
         rows = asked.result()
         self._ask()
-        return served_features.to_features(self.store, self.client, self.states, example, rows)
+        return served_features.to_features(self.store, self.clients[example.model], self.states, example, rows)
 
     @property
     def ready(self) -> int:
@@ -159,7 +179,8 @@ class FeatureStream:
             until = time.monotonic() + self.recipe.server.wait_s
             for tried in count(1):
                 try:
-                    rows = await self.client.read_states(served_features.tokens_to_send(example), self.states)
+                    sent = served_features.tokens_to_send(example)
+                    rows = await self.clients[example.model].read_states(sent, self.states)
                     break
                 except EngineError as error:
                     message = f"no hidden states for the sequence of prompt {example.prompt_id}: {error.message}"
@@ -180,11 +201,15 @@ class FeatureStream:
             except UsageError as error:  # the file may be half written: the servers stay
                 self._tell({"servers": error.message})
                 continue
-            before = {server.url for server in self.client.servers}
-            self._tell(await self.client.follow(urls, self._accept))
-            now = {server.url for server in self.client.servers}
-            for url in sorted(before ^ now):
-                log(f"{url} {'joined' if url in now else 'left'}: {len(now)} servers compute hidden states")
+            left_out: dict[str, str] = {}
+            for model, client in self.clients.items():
+                before = {server.url for server in client.servers}
+                left_out |= await client.follow(urls, partial(self._accept, client, self._probes[model]))
+                now = {server.url for server in client.servers}
+                of = f" of {model}" if model is not None else ""
+                for url in sorted(before ^ now):
+                    log(f"{url} {'joined' if url in now else 'left'}: {len(now)} servers compute hidden states{of}")
+            self._tell(left_out)
 
     def _tell(self, left_out: dict[str, str]) -> None:
         for url, why in left_out.items():
@@ -192,10 +217,10 @@ class FeatureStream:
                 warn(f"a server is not used: {why}")
         self._left_out = left_out
 
-    async def _accept(self, server: Endpoint) -> None:
+    async def _accept(self, client: Client, probe: Tensor, server: Endpoint) -> None:
         """Raise an error unless a server that joins gives the states of the servers before it."""
-        rows = await self.client.probe_states(server, self.states)
-        distance = (rows.float() - self._probe.float()).norm(dim=-1) / self._probe.float().norm(dim=-1).clamp_min(1e-12)
+        rows = await client.probe_states(server, self.states)
+        distance = (rows.float() - probe.float()).norm(dim=-1) / probe.float().norm(dim=-1).clamp_min(1e-12)
         if distance.median(0).values.max() > MAX_STATE_DIFFERENCE:
             raise CheckpointError(f"{server.url} gives other hidden states than the servers before it")
 

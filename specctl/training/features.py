@@ -26,7 +26,7 @@ from specctl.drafters.feature.ttt_attention import Layout, ranges
 from specctl.errors import SpecctlError, UsageError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
-from specctl.training.example import Example
+from specctl.training.example import Author, Example
 from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose_mode, fp8_share, free_bytes
 from specctl.training.prefetch import PinnedCopies, Prefetcher
 
@@ -91,7 +91,7 @@ class FeatureStore:
         lengths = [
             {e.index: (len(e.tokens) - 2, e.response_length - 1) for group in shard for e in group} for shard in shards
         ]
-        about = self._about(examples) | ({"from": "server"} if recipe.mode == "server" else {})
+        about = self._about(examples) | (self._origin(recipe) if recipe.mode == "server" else {})
         files = FeatureFiles(place, about, lengths, recipe.fp8)
         checked = [int(number % world == rank and _missing(files, number)) for number in range(len(shards))]
         *absent, free = over_ranks([*checked, free_bytes(files.dir) if rank == 0 else 0], self.target.device)
@@ -147,8 +147,8 @@ class FeatureStore:
         """
         from specctl.training.feature_stream import FeatureStream  # HTTP client, needed only here
 
-        self.kept = self.stream = stream = FeatureStream(self, recipe, upcoming, processes)
-        stream.start(examples)
+        self.kept = self.stream = stream = FeatureStream(self, recipe, examples, upcoming, processes)
+        stream.start()
         if self.target.device.type == "cuda":
             copies = PinnedCopies(self.target.device)
 
@@ -255,9 +255,9 @@ class FeatureStore:
         return Features(taps, teacher, torch.cat([part.indices for part in parts]).int())
 
     def _groups(self, examples: list[Example]) -> Iterator[list[Example]]:
-        """Groups of examples of one adapter and of similar length that share a forward, or pieces of one text. Groups
+        """Groups of examples of one author and of similar length that share a forward, or pieces of one text. Groups
         and padding depend on `examples` alone."""
-        for _, group in groupby(sorted(examples, key=lambda e: e.adapter or ""), key=lambda e: e.adapter):
+        for _, group in groupby(sorted(examples, key=_author), key=_author):
             yield from self._groups_of_one(list(group))
 
     def _groups_of_one(self, examples: list[Example]) -> Iterator[list[Example]]:
@@ -279,12 +279,12 @@ class FeatureStore:
             yield group
 
     def _shards(self, groups: list[list[Example]]) -> Iterator[list[list[Example]]]:
-        """Shards of consecutive groups of one adapter, about SHARD_BYTES each."""
+        """Shards of consecutive groups of one author, about SHARD_BYTES each."""
         shard: list[list[Example]] = []
         size = 0
         for group in groups:
             full = size + self.estimate(group) > SHARD_BYTES
-            if shard and (full or shard[0][0].adapter != group[0].adapter):
+            if shard and (full or _author(shard[0][0]) != _author(group[0])):
                 yield shard
                 shard, size = [], 0
             shard.append(group)
@@ -298,7 +298,8 @@ class FeatureStore:
         digest = hashlib.sha256()
         for example in examples:
             place = f"at {example.start} " if example.is_piece else ""
-            place += f"with {example.adapter} " if example.adapter is not None else ""
+            if example.adapter or example.model:
+                place += f"with {Author(example.adapter, example.model)} "
             digest.update(f"{example.index} {place}{example.prompt_length} {list(example.tokens)}\n".encode())
             if example.is_piece and not example.done:
                 digest.update(f"{list(example.text)}\n".encode())
@@ -310,6 +311,16 @@ class FeatureStore:
             "sequences": len(examples),
             "fingerprint": digest.hexdigest(),
         }
+
+    def _origin(self, recipe: FeatureRecipe) -> dict[str, Any]:
+        """Description of features from a server. A model that the recipe names may have an adapter; it is not in the
+        target's identity if the recipe does not name that, too."""
+        model = None if "adapter" in self.target.identity else recipe.server.model
+        return {"from": "server", **({} if model is None else {"model": model})}
+
+
+def _author(example: Example) -> tuple[str, str]:
+    return example.adapter or "", example.model or ""
 
 
 def _moved(features: Features, device: torch.device) -> Features:

@@ -6,8 +6,9 @@ Otherwise, the vocabulary head here must turn the engine's last states into the 
 reports.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
 
@@ -25,7 +26,7 @@ from specctl.engines.registry import DIALECTS
 from specctl.errors import CheckpointError, UsageError
 from specctl.progress import Progress, interrupts, log
 from specctl.recipe import FeatureRecipe, ServerRecipe
-from specctl.training.example import Example
+from specctl.training.example import Author, Example
 from specctl.training.feature_files import Features
 
 MAX_LOGPROB_DISTANCE = (
@@ -61,10 +62,52 @@ def needed_states(
     return HiddenStatesSpec(model, revision, tuple(sorted({*taps, layers})), width)
 
 
-def states_of(store: OwnForward) -> HiddenStatesSpec:
-    """The states from which the features of a store are made."""
-    target = store.target
-    return needed_states(target.name, target.identity["revision"], store.taps, target.num_layers, target.hidden_size)
+def states_of(store: OwnForward, examples: list[Example]) -> HiddenStatesSpec:
+    """The states from which the features of a store's examples are made."""
+    target, revision = store.target, store.target.identity["revision"]
+    states = needed_states(target.name, revision, store.taps, target.num_layers, target.hidden_size)
+    return with_adapters(states, [Author(example.adapter, example.model) for example in examples])
+
+
+def with_adapters(states: HiddenStatesSpec, authors: Iterable[Author]) -> HiddenStatesSpec:
+    """The states with the models that wrote the texts, for the command that serves them."""
+    models = {author.model: author.adapter for author in authors if author.model is not None}
+    return replace(states, adapters=tuple(models.items()))
+
+
+def by_model(client: Client, examples: list[Example], states: HiddenStatesSpec) -> dict[str | None, Client]:
+    """The client of each model that wrote some of `examples`. UsageError if a server does not list one of them."""
+    try:
+        return {
+            model: client if model is None else client.with_model(model)
+            for model in dict.fromkeys(example.model for example in examples)
+        }
+    except UsageError as error:
+        raise unserved(error, client.recipe, states) from error
+
+
+def check_models(recipe: FeatureRecipe, states: HiddenStatesSpec) -> list[str]:
+    """Check that the servers list every model that wrote texts. Returns the addresses that do not respond.
+
+    Raises UsageError: a server does not list a model, or the recipe's file of servers is wrong.
+    """
+    silent: list[str] = []
+    for url in addresses(recipe):
+        asked = recipe.server.model_copy(update={"urls": [url], "wait_s": 0.0})
+        try:
+            with Client(asked) as client:
+                for model, _ in states.adapters:
+                    client.with_model(model)
+        except EngineError:
+            silent.append(url)
+        except UsageError as error:
+            raise unserved(error, recipe.server, states) from error
+    return silent
+
+
+def unserved(error: UsageError, recipe: ServerRecipe, states: HiddenStatesSpec) -> UsageError:
+    """The error for a server that does not list a model, with the command that starts one."""
+    return UsageError(error.message, f"{error.hint}; {start_hint(recipe, states)}")
 
 
 def commands(recipe: ServerRecipe, states: HiddenStatesSpec) -> list[str]:
@@ -112,10 +155,11 @@ def served_features(
     Raises:
         EngineError: a server does not give the needed states, or keeps failing.
         CheckpointError: a server serves another target.
-        UsageError: the recipe names no server.
+        UsageError: the recipe names no server, or a server does not list a model that wrote texts.
         Interrupted: SIGTERM or SIGUSR1 arrived.
     """
-    states = states_of(store)
+    everything = [example for examples in shards.values() for example in examples]
+    states = states_of(store, everything)
     if not recipe.urls:
         raise no_server("server", recipe, states)
     with ExitStack() as stack:
@@ -124,24 +168,30 @@ def served_features(
         except EngineError as error:
             raise EngineError(error.message, error.hint or start_hint(recipe, states)) from error
         origin = {"server": ", ".join(sorted({f"{one.facts.engine} {one.facts.version}" for one in client.servers}))}
-        check_states(store, client, states, [example for examples in shards.values() for example in examples])
-        # Pieces of one text are neighbors: the server is asked for the text once.
-        texts = [
-            (number, list(parts))
-            for number, examples in shards.items()
-            for _, parts in groupby(examples, lambda example: id(example.text))
-        ]
-        done: dict[int, dict[int, Features]] = {number: {} for number in shards}
+        clients = by_model(client, everything, states)
+        for model, asked in clients.items():
+            check_states(store, asked, states, [example for example in everything if example.model == model])
         tokens = 0
-        for place, rows in client.states([tokens_to_send(parts[-1]) for _, parts in texts], states):
-            number, parts = texts[place]
-            for example in parts:
-                done[number][example.index] = to_features(store, client, states, example, own_rows(example, rows))
-            tokens += parts[-1].stop - 1
-            bar.update(len(parts), tokens=tokens)
-            if len(done[number]) == len(shards[number]):
-                yield number, done.pop(number), origin
-        interrupts.check()
+        for model, asked in clients.items():
+            # Pieces of one text are neighbors: the server is asked for the text once.
+            texts = [
+                (number, list(parts))
+                for number, examples in shards.items()
+                if examples[0].model == model  # one model has written all texts of a shard
+                for _, parts in groupby(examples, lambda example: id(example.text))
+            ]
+            done: dict[int, dict[int, Features]] = {number: {} for number, _ in texts}
+            with closing(asked.states([tokens_to_send(parts[-1]) for _, parts in texts], states)) as answers:
+                for place, rows in answers:
+                    number, parts = texts[place]
+                    for example in parts:
+                        made = to_features(store, asked, states, example, own_rows(example, rows))
+                        done[number][example.index] = made
+                    tokens += parts[-1].stop - 1
+                    bar.update(len(parts), tokens=tokens)
+                    if len(done[number]) == len(shards[number]):
+                        yield number, done.pop(number), origin
+            interrupts.check()
 
 
 def no_server(mode: str, recipe: ServerRecipe, states: HiddenStatesSpec) -> UsageError:

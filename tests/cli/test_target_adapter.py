@@ -5,10 +5,12 @@ import shutil
 
 import pytest
 
+from specctl.decoding.target_text import load_target_text
 from specctl.drafters import checkpoint
 from specctl.drafters.checkpoint import CONFIG
 from tests.decoding.test_target_adapter import write_adapter
 from tests.measuring.streams import write_head
+from tests.toys.engine import FakeEngine
 
 
 @pytest.fixture
@@ -103,10 +105,29 @@ def test_one_drafter_serves_several_adapters(specctl, lora, tmp_path):
     train += ["eval.fraction=0.4", "eval.max_new_tokens=4"]
     plan = specctl.ok(*train, "--dry-run", "--json").json["steps"]
     assert "read distilled data from distilled/lora (adapter lora), distilled/other (adapter other)" in plan
-    for refused in (["features.mode=online"], ["--features-from", "http://127.0.0.1:9"]):
-        planned, run = specctl(*train, *refused, "--dry-run"), specctl(*train, *refused)
-        assert planned.code == run.code == 2 and planned.err.splitlines()[-1] == run.err.splitlines()[-1]
-        assert "cannot switch the target's adapter" in run.err
+    from_engine = ["--features-from", "http://127.0.0.1:9"]
+    names = ["features.adapters.law=lora", "features.adapters.bank=other"]
+    with FakeEngine(load_target_text("builtin").tokenizer) as engine:
+        engine.adapters = ["law"]
+        for refused, says in (
+            (["features.mode=online"], "cannot switch the target's adapter"),
+            (from_engine, "needs the names of the engine's models that have the adapters"),
+            (["--features-from", engine.url, *names], f"{engine.url} does not serve model 'bank'"),
+        ):
+            planned, run = specctl(*train, *refused, "--dry-run"), specctl(*train, *refused)
+            assert planned.code == run.code == 2 and planned.err.splitlines()[-1] == run.err.splitlines()[-1]
+            assert says in run.err
+        assert "start one: vllm serve " in run.err and "--lora-modules law=lora bank=other" in run.err
+        engine.adapters.append("bank")
+        plan = specctl.ok(*train, "--features-from", engine.url, *names, "--dry-run").out
+        assert "it lists law, bank, and nothing else is checked" in plan
+    plan = specctl.ok(*train, *from_engine, *names, "--dry-run", "--json").json["steps"]
+    assert any("http://127.0.0.1:9 does not respond, so whether it lists law, bank is not checked" in s for s in plan)
+    assert any("--enable-lora --lora-modules law=lora bank=other" in step for step in plan)
+    writers = "distilled/lora (adapter lora as model law of the engine), distilled/other (adapter other as model bank"
+    assert any(writers in step for step in plan)
+    plan = specctl.ok(*train, "features.mode=server", *names, "--dry-run").out
+    assert "the server in features.server.urls, 64 texts at a time; it is not checked" in plan
     done = specctl.ok(*train)
     assert "mat with lora" in done.err and "mat with other" in done.err
     specctl.ok(*train, "--arch", "retrieval", "max_steps=null")

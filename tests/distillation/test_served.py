@@ -58,6 +58,19 @@ def test_stored_texts_are_those_of_the_engine(questions, tmp_path, text, kind):
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["engine"] == [kind]
 
 
+def test_data_names_the_engines_model_that_wrote_it(questions, tmp_path, text):
+    """The engine's first model is the target itself. Another one may have an adapter: its texts are not mixed in."""
+    with FakeEngine(text.tokenizer) as engine:
+        engine.adapters = ["law"]
+        for model in (None, "toy", "law"):
+            go(questions, tmp_path / str(model), engine, text, server={"model": model}, data={"limit": 4})
+            meta = json.loads((tmp_path / str(model) / "meta.json").read_text())
+            assert meta.get("model") == (model if model == "law" else None)
+        assert json.loads((tmp_path / "law" / "card.json").read_text())["model"] == "law"
+        with pytest.raises(DataError, match='model was null and is "law" now'):
+            go(questions, tmp_path / "None", engine, text, server={"model": "law"}, data={"limit": 4}, resume=True)
+
+
 def test_failing_requests_change_nothing(questions, tmp_path, text):
     """A fifth of the requests fail, in five ways; the number of requests is the negative control."""
     with FakeEngine(text.tokenizer) as engine:

@@ -237,6 +237,18 @@ def test_other_settings_are_refused_by_name(tmp_path):
         pass
 
 
+def test_an_adapter_may_get_another_name_at_the_engine(tmp_path):
+    """Without the adapter's digest, its name is all that tells it from others."""
+    adapter = META["target"] | {"adapter": "loras/law", "adapter_weights": "ab"}
+    for place, target in (("known", adapter), ("unknown", META["target"])):
+        with ShardWriter(tmp_path / place, {**META, "target": target, "model": "law"}, **written_as()) as writer:
+            writer.append(ROWS[:2])
+    with ShardWriter(tmp_path / "known", {**META, "target": adapter, "model": "law-2"}, **written_as(resume=True)):
+        pass
+    with pytest.raises(DataError, match='model was "law" and is "law-2" now'):
+        ShardWriter(tmp_path / "unknown", {**META, "model": "law-2"}, **written_as(resume=True))
+
+
 def test_changed_target_weights_are_refused(tmp_path):
     """Even under the same path. Data written before weights had digests can be continued."""
     of = {name: {**META, "target": META["target"] | {"weights": name}} for name in ("ab", "cd")}

@@ -200,6 +200,9 @@ def test_the_command_names_the_model_and_revision():
         "vllm serve 'dir with/space' --revision abc --no-enable-prefix-caching"
     )
     assert '"eagle_aux_hidden_state_layer_ids": [1, 4]' in vllm.capture_command(wanted)
+    adapters = (("law", "loras/law 1"), ("bank", None))
+    shown = vllm.capture_command(HiddenStatesSpec("a/model", None, (1, 4), 8, adapters))
+    assert " --enable-lora --lora-modules 'law=loras/law 1' bank=ADAPTER --speculative-config" in shown
     assert sglang.capture_command(wanted) is None
 
 

@@ -212,6 +212,18 @@ class TestServerChecks:
             pass
         assert error.value.hint == "it serves toy"
 
+    def test_a_model_that_would_not_answer_is_refused(self, text):
+        """SGLang's requests name no model: its first one would answer for another."""
+        with FakeEngine(text.tokenizer) as vllm, FakeEngine(text.tokenizer, "sglang") as sglang:
+            vllm.adapters = sglang.adapters = ["law"]
+            with Client(recipe(vllm)) as client:
+                other = client.with_model("law")
+                assert [one.model for one in (*other.servers, *client.servers)] == ["law", "toy"]
+                with pytest.raises(UsageError, match="does not serve model 'bank'"):
+                    client.with_model("bank")
+            with pytest.raises(UsageError, match="toy would answer, not 'law'"), Client(recipe(sglang, model="law")):
+                pass
+
     def test_another_tokenizer_is_refused(self, engine, text, monkeypatch):
         monkeypatch.setattr(
             engine, "tokenizer", type("Other", (), {"encode": lambda self, words, add_special_tokens: [1, 2, 3]})()

@@ -42,6 +42,7 @@ class CapturingEngine(FakeEngine):
 
     Attributes:
         states: ids → [tokens, layers, H], or None for an engine without hidden states.
+        by_model: the same by the name of a model, for those with other states than the first model.
         place: directory of the files.
         told: path of a file → the path in the answer.
         spoil: changes {"hidden_states", "token_ids"} before they are returned.
@@ -53,7 +54,7 @@ class CapturingEngine(FakeEngine):
 
     def __init__(self, tokenizer, engine, place, states, **options):
         super().__init__(tokenizer, engine, **options)
-        self.place, self.states = place, states
+        self.place, self.states, self.by_model = place, states, {}
         self.told = str
         self.logprobs = None
         self.spoil = dict
@@ -69,7 +70,8 @@ class CapturingEngine(FakeEngine):
             answer["choices"][0]["prompt_logprobs"] = rows
         if "prompt_logprobs" in body or body.get("return_logprob") or self.states is None:
             return answer
-        tensors = self.spoil({"hidden_states": self.states(ids), "token_ids": torch.tensor(ids)})
+        states = self.by_model.get(body.get("model"), self.states)
+        tensors = self.spoil({"hidden_states": states(ids), "token_ids": torch.tensor(ids)})
         if self.engine == "sglang":
             rows = tensors["hidden_states"].flatten(1).tolist()
             half = len(rows) // 2

@@ -33,6 +33,7 @@ class FakeEngine:
             "refused", "denied", and for streams "torn".
         histogram: accepted tokens per round, reported with every text; empty for a server without a drafter.
         scraped: returns the page of metrics, or None for a server without that page.
+        adapters: names of further models, which have adapters; requests for any other name then get vLLM's status 404.
         shift: added to the log probabilities of prompts, as if the weights were different.
         most: the largest number of concurrent requests.
         admin: handles administration: `Workers`, `Session` or `Corpora`, or None for a server without it.
@@ -48,6 +49,7 @@ class FakeEngine:
         self.number = self.there = self.most = 0
         self.shift, self.context, self.slots, self.pages = 0.0, 512, 64, {}
         self.histogram: list[int] = []
+        self.adapters: list[str] = []
         self.cached: int | None = None  # prompt tokens that SGLang reports as cached
         self.blank, self.end = " ", "\n"  # in the events of streams
         self.scraped = None
@@ -87,7 +89,8 @@ class FakeEngine:
     def models(self):
         if self.engine == "llama.cpp":
             return {"object": "list", "data": [{"id": self.model, "object": "model", "owned_by": "llamacpp"}]}
-        return {"object": "list", "data": [{"id": self.model, "max_model_len": self.context}]}
+        adapters = [{"id": name, "parent": self.model} for name in self.adapters]
+        return {"object": "list", "data": [{"id": self.model, "max_model_len": self.context}, *adapters]}
 
     def generated(self, body):
         """The answer to the request `body`."""
@@ -355,6 +358,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send(200, {"tokens": engine.tokenizer.encode(words, add_special_tokens=False)})
         if self.path != {"vllm": "/v1/completions", "llama.cpp": "/completion"}.get(engine.engine, "/generate"):
             return self.send(404, {"detail": "Not Found"})
+        if engine.adapters and body.get("model") not in (engine.model, *engine.adapters):
+            words = f"The model `{body.get('model')}` does not exist."
+            return self.send(404, {"error": {"message": words, "type": "NotFoundError", "param": "model", "code": 404}})
         answer = engine.generated(body)
         if {"prompt_logprobs", "return_logprob", "n_probs"} & body.keys():
             return self.send(200, answer)

@@ -1,7 +1,9 @@
 """Training one drafter for several adapters of a target: features of a text come from the adapter that wrote it."""
 
+import copy
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -34,10 +36,11 @@ from specctl.training.datastore import collect
 from specctl.training.example import Example
 from specctl.training.features import FeatureStore
 from tests.decoding.test_target_adapter import write_adapter
+from tests.toys.capture import CapturingEngine, raw_states
 from tests.training.small import metrics, recipe, train
 
 FP32 = {"dtype": "fp32", "device": "cpu"}
-TAPS = (1, 5)
+TAPS, LAST = (1, 5), 10
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +109,8 @@ def test_features_come_from_the_adapter_that_wrote_the_text(here, monkeypatch):
         assert len(read) == 2
 
 
-def as_loaded(example):
-    return Example(example.index, example.prompt_id, example.tokens, example.prompt_length)
+def as_loaded(example, model=None):
+    return Example(example.index, example.prompt_id, example.tokens, example.prompt_length, model=model)
 
 
 def test_one_drafter_trains_on_several_adapters_and_names_them(here):
@@ -195,10 +198,6 @@ def test_a_prompt_is_held_out_for_all_adapters_in_one_half(here):
     [
         ({"features": FeatureRecipe(mode="online")}, "features.mode=online cannot switch the target's adapter"),
         (
-            {"features": FeatureRecipe(server=ServerRecipe(urls=["http://127.0.0.1:9"]))},
-            "features.mode=server cannot switch .* different ones .distilled/a with a, distilled/b with b.",
-        ),
-        (
             {"target": TargetRecipe(**FP32, tensor_parallel=2), "features": FeatureRecipe(mode="cached")},
             "target.tensor_parallel cannot switch",
         ),
@@ -210,6 +209,130 @@ def test_feature_sources_that_cannot_switch_adapters_are_refused(here, changes, 
     if "online" not in says:  # a single adapter needs no switch
         with pytest.raises(UsageError, match=r"uses no adapter of the target, .* \(distilled/a with a\)"):
             with_adapters(asked(here, "a", **changes))
+
+
+def served(*engines, mode="server", **changes):
+    """Features of texts that a wrote come from the engine's model law, features of b's texts from its model bank."""
+    urls = [one.url for one in engines] or ["http://127.0.0.1:9"]
+    changes = {"adapters": {"law": "a", "bank": "b"}, **changes}
+    return FeatureRecipe(mode=mode, server=ServerRecipe(urls=urls), **changes)
+
+
+@pytest.fixture(scope="module")
+def targets(answered):
+    """The built-in target with adapter a, with b, and without one."""
+    places = {"a": str(answered / "a"), "b": str(answered / "b"), None: None}
+    return {name: load_target("builtin", **FP32, adapter=place) for name, place in places.items()}
+
+
+@pytest.fixture
+def engine(targets, tmp_path):
+    """A server of the target with the models law (adapter a) and bank (adapter b)."""
+    (tmp_path / "states").mkdir()
+    own, law, bank = (partial(raw_states, targets[one], layers=(*TAPS, LAST)) for one in (None, "a", "b"))
+    with CapturingEngine(targets[None].tokenizer, "vllm", tmp_path / "states", own) as server:
+        server.adapters, server.by_model = ["law", "bank"], {"law": law, "bank": bank}
+        yield server
+
+
+def opened(made, target, place, adapters=None):
+    """A store and texts of a recipe, with features from its engine."""
+    made, adapters = with_adapters(made)
+    target = copy.copy(target)
+    target.identity = {**target.identity}
+    use_all(target, made, adapters)
+    texts = load_corpus(made, target, adapters).train
+    store = FeatureStore(target, TAPS)
+    if made.features.mode == "stream":
+        store.open_stream(texts, made.features, iter(texts), 1)
+    else:
+        store.prepare(texts, made.features, place / "kept")
+    return store, texts
+
+
+@pytest.mark.parametrize("mode", ["server", "stream"])
+def test_a_text_is_sent_to_the_engines_model_that_wrote_it(here, targets, engine, mode):
+    """Bitwise equal to the features with the adapter, and the target's own texts go to the engine's first model."""
+    store, texts = opened(asked(here, "a", "plain", "b", features=served(engine, mode=mode)), targets[None], here)
+    assert [text.model for text in texts] == [{"a": "law", "b": "bank", None: None}[text.adapter] for text in texts]
+    for text in texts:
+        (mine,) = store.get([text])
+        (wanted,) = FeatureStore(targets[text.adapter], TAPS).compute([as_loaded(text)])
+        assert all(torch.equal(x, y) for x, y in zip(vars(mine).values(), vars(wanted).values(), strict=True))
+    if store.stream is not None:
+        store.stream.close()
+
+
+def name_only(source, model):
+    """Record that an engine's model wrote the data of `source`, with an adapter that this machine does not have."""
+    meta = json.loads((source / "meta.json").read_text())
+    meta["target"] = {key: value for key, value in meta["target"].items() if "adapter" not in key}
+    (source / "meta.json").write_text(json.dumps(meta | {"model": model}))
+
+
+def test_data_of_an_engines_model_needs_no_adapter_here(here, targets, engine):
+    """The data records the name of the model. The target's layers are not loaded, since they lack the adapter."""
+    name_only(here / "distilled/a", "law")
+    name_only(here / "distilled/b", "bank-1")
+    shutil.rmtree("a")
+    engine.logprobs = lambda ids: None
+    recipe_of_both = asked(here, "a", "b", features=served(engine, adapters={"bank": "bank-1"}))
+    made, adapters = with_adapters(recipe_of_both)
+    assert made.features.whole_target is False and not loop.loads_layers_here(made)
+    assert [author.model for author in adapters.values()] == ["law", "bank"]
+    assert with_adapters(made) == (made, adapters)
+    store, texts = opened(recipe_of_both, load_target("builtin", **FP32, whole=False), here)
+    assert [one["adapter"] for one in store.target.identity["adapters"]] == ["law", "bank"]
+    for text in (texts[0], texts[-1]):
+        (mine,) = store.get([text])
+        (wanted,) = FeatureStore(targets[{"law": "a", "bank": "b"}[text.model]], TAPS).compute([text])
+        assert torch.equal(mine.taps, wanted.taps) and torch.equal(mine.teacher, wanted.teacher)
+    alone = asked(here, "a", features=served(engine, adapters={}))
+    assert [*with_adapters(alone)[1].values()] == [(None, "law")]
+    other = FeatureRecipe(server=ServerRecipe(urls=[engine.url], model="bank"))
+    assert [*with_adapters(asked(here, "a", features=other))[1].values()] == [(None, "bank")]
+    with pytest.raises(UsageError, match=r"whole_target=true needs the adapters .* \(distilled/a with the engine's"):
+        with_adapters(asked(here, "a", features=served(engine, adapters={}, whole_target=True)))
+
+
+def test_features_of_two_adapters_are_stored_separately(here, targets, engine):
+    """Otherwise a training would read the states of another adapter."""
+    source = here / "distilled/plain"
+    for model in ("law", "bank", None):
+        named = FeatureRecipe(mode="server", server=ServerRecipe(urls=[engine.url], model=model))
+        if model == "bank":
+            name_only(source, "bank")
+            named = served(engine, adapters={})
+        made, adapters = with_adapters(asked(here, "plain", features=named))
+        store, texts = FeatureStore(targets[{"law": "a", "bank": "b"}.get(model)], TAPS), None
+        texts = load_corpus(made, store.target, adapters).train
+        store.prepare([as_loaded(text, text.model) for text in texts], named, here / "kept")
+        name_only(source, None)
+    assert len(list((here / "kept").iterdir())) == 3
+
+
+def test_models_that_a_server_lacks_or_swaps_are_refused_before_the_run(here, targets, engine):
+    engine.adapters = ["law"]
+    for mode in ("server", "stream"):
+        made = asked(here, "a", "b", features=served(engine, mode=mode))
+        with pytest.raises(UsageError, match=f"{engine.url} does not serve model 'bank'") as error:
+            opened(made, targets[None], here)
+        assert "it serves toy, law; start one: vllm serve" in error.value.hint
+        assert "--enable-lora --lora-modules law=a bank=b --speculative-config" in error.value.hint
+    engine.adapters = ["law", "bank"]
+    engine.by_model = {"law": engine.by_model["bank"], "bank": engine.by_model["law"]}
+    with pytest.raises(CheckpointError, match="do not match target builtin: they differ from its own states by"):
+        opened(made, targets[None], here)
+    assert engine.asked.total() <= 2
+
+
+def test_adapters_without_the_name_of_a_model_are_refused(here):
+    for domains in (["a", "b", "plain"], ["a", "b"]):
+        with pytest.raises(UsageError, match=r"needs the names .* \(distilled/a with a, distilled/b with b\)") as error:
+            with_adapters(asked(here, *domains, features=served(adapters={})))
+        assert error.value.hint == "features.adapters.a=a features.adapters.b=b"
+    made, several = with_adapters(asked(here, "a", features=served()))
+    assert (made.target.adapter, made.features.server.model, several) == ("a", "law", {})
 
 
 def test_a_missing_changed_or_unsuitable_adapter_is_named(here, tiny_directory):
