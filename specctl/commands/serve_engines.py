@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from specctl import progress
 from specctl.decoding.target_text import load_target_text
+from specctl.engines import vllm
 from specctl.engines.client import Client
 from specctl.gateway import server, traffic_log
 from specctl.gateway.metrics import GatewayWork, Meter
@@ -44,6 +45,11 @@ def answer_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> tuple[G
         if "target" in recipe.model_fields_set:
             client.compare(load_target_text(**recipe.target.text))
         kinds = {one.url: one.facts.engine for one in client.servers}
+        models = {
+            one.url: {name: {"id": name, "object": "model"} for name in one.facts.models}
+            for one in client.servers
+            if one.facts.engine == vllm.NAME  # the others answer to every name
+        }
         versions = [f"{one.facts.engine} {one.facts.version}" for one in client.servers]
         run.target = recipe.model or client.servers[0].model
     with server.listening(recipe.listen) as (place, address):
@@ -52,6 +58,7 @@ def answer_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> tuple[G
         meter, log = Meter(str(run.target)), traffic_log.opened(run.dir / REQUESTS, MAX_LOG_BYTES)
         chooser = Dispatcher([*kinds], recipe.choose, recipe.policy, recipe.seed) if chooses else None
         backend = RunningEngines(kinds, meter, dispatch=chooser, key=onward_key(recipe, key))
+        backend.models = models
         backend.on_text = lambda text: log.info(json.dumps({"time": time.time()} | text))
         how = f", choosing by {recipe.choose}" if chooses else ""
         progress.log(f"serving {run.target} at {address} by {', '.join(kinds)}{how}; Ctrl-C ends it")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from specctl import progress
 from specctl.engines import proxy_messages
@@ -50,6 +50,8 @@ REST_STATUSES = {502, 503, 504}  # statuses that tell of the server; others may 
 LEARN_AFTER_S = 0.005  # after the answer, which should be on its way then
 LEARN_SHARE = 20  # pause between two times of learning, as a multiple of the time that it took
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
+LIST_S = 5.0  # seconds between two looks at which models the engines list
+LISTED_S = 5.0  # seconds in which an engine must have listed them
 MEDIAN_WINDOW = 10_000  # latest decisions that the median is taken over
 
 
@@ -92,6 +94,8 @@ class RunningEngines:
         dispatch: orders the servers for requests for one text. All other requests go to the least busy server.
         failures: number of requests that each server failed to answer.
         broken: number of streams that each server broke off after their first event. Their clients got an error event.
+        models: what clients see of each model, by address and name, for the engines that answer only to these names:
+            vLLM. Empty: every request is passed on.
         on_text: called with every text that was answered completely: its server (`url`), its `tokens`, its `passes` of
             the target, the drafted tokens among them (`accepted`, None if not reported), and `decide_us` of the choice.
     """
@@ -115,6 +119,9 @@ class RunningEngines:
         self.in_flight = dict.fromkeys(servers, 0)
         self.failures = dict.fromkeys(servers, 0)
         self.broken = dict.fromkeys(servers, 0)
+        self.models: dict[str, dict[str, Any]] = {}
+        self._listing = asyncio.Lock()
+        self._list_at = 0.0  # time from which the engines may be asked for their models again
         self.on_text: Callable[[dict[str, Any]], None] = lambda text: None
         self._decisions: deque[float] = deque(maxlen=MEDIAN_WINDOW)
         self._rests: dict[str, Backoff] = {}  # servers that have failed recently
@@ -128,18 +135,61 @@ class RunningEngines:
         meter.watch(lambda: sum(self.in_flight.values()), lambda: 0)
 
     async def texts(self, request: Request, body: bytes) -> Response:
-        """Return an engine's answer. Raises ApiError (502) if no engine answers."""
+        """Return an engine's answer. Raises ApiError: 502 if no engine answers, 404 if none lists the model."""
         document = _json(body)
+        model = await self._model(request, document.get("model") if isinstance(document, dict) else None)
         kinds, path = set(self.servers.values()), request.scope["path"]  # `request.url` is made anew every time
         text = document if any(proxy_messages.is_recordable(one, path, document) for one in kinds) else None
-        return await self._forward(ForwardedRequest(request, body, text, self._choice(text), time.time()))
+        return await self._forward(ForwardedRequest(request, body, text, self._choice(text, model), time.time()))
 
     async def other(self, request: Request) -> Response:
         """Pass on a GET request."""
         name = request.path_params.get("name", "")
         if "%" in request.scope.get("raw_path", b"").decode("latin-1") or {".", ".."} & {*name.split("/")}:
             raise ApiError(f"there is no {request.url.path[:200]}", 404)  # it could lead elsewhere than it begins
-        return await self._forward(ForwardedRequest(request, b"", None, self._choice(None), time.time()))
+        model = await self._model(request, name or None)
+        if request.scope["path"] == "/v1/models" and self._lists_differ:
+            await self._list_models(request)
+            cards = {key: card for listed in self.models.values() for key, card in listed.items()}
+            return JSONResponse({"object": "list", "data": [*cards.values()]})
+        return await self._forward(ForwardedRequest(request, b"", None, self._choice(None, model), time.time()))
+
+    async def _model(self, request: Request, name: Any) -> str | None:
+        """The model that a request names, if an engine lists it; None for the engines' default. ApiError if no engine
+        answers to the name."""
+        if not isinstance(name, str):
+            return None
+        if not self._serving(name):
+            await self._list_models(request)  # vLLM loads adapters while it runs
+        if not self._serving(name):
+            known = ", ".join(dict.fromkeys(one for listed in self.models.values() for one in listed))
+            raise ApiError(f"the model does not exist: use {known}", 404, param="model", code="model_not_found")
+        return name if any(name in listed for listed in self.models.values()) else None
+
+    def _serving(self, name: str | None) -> list[str]:
+        """The servers that answer to the name of a model."""
+        return [url for url in self.servers if name is None or url not in self.models or name in self.models[url]]
+
+    @property
+    def _lists_differ(self) -> bool:
+        return len({frozenset(listed) for listed in self.models.values()}) > 1
+
+    async def _list_models(self, request: Request) -> None:
+        """Ask the engines for their models, unless that was done a moment ago. An engine without a usable answer keeps
+        its list."""
+        async with self._listing:
+            if time.monotonic() < self._list_at:
+                return
+            for url in self.models:
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError, LookupError, TypeError):
+                    async with asyncio.timeout(LISTED_S):
+                        answer = await self.http.send(url, "/v1/models", "GET", request.headers.raw, b"")
+                        try:
+                            document = _json(await _content(answer))
+                        finally:
+                            answer.close()
+                    self.models[url] = {str(card["id"]): card for card in document["data"]}
+            self._list_at = time.monotonic() + LIST_S
 
     def healthy(self) -> bool:
         return True
@@ -160,14 +210,15 @@ class RunningEngines:
             median(self._decisions) if self._decisions else None,
         )
 
-    def _choice(self, text: dict[str, Any] | None) -> ServerChoice:
-        """The order of the servers. A dispatch that raises costs its opinion alone."""
-        if text is not None and self.dispatch is not None:
+    def _choice(self, text: dict[str, Any] | None, model: str | None) -> ServerChoice:
+        """The order of the servers that list a model. A dispatch that raises costs its opinion alone."""
+        in_flight = {url: self.in_flight[url] for url in self._serving(model)}
+        if text is not None and self.dispatch is not None and len(in_flight) > 1:
             try:
-                return self.dispatch.choose(text, self.in_flight)
+                return self.dispatch.choose(text, in_flight, model)
             except Exception as error:  # it computes with numbers that engines have sent
                 self._fault("choosing a server", error)
-        return ServerChoice(sorted(self.in_flight, key=lambda url: self.in_flight[url]))
+        return ServerChoice(sorted(in_flight, key=lambda url: in_flight[url]))
 
     def _fault(self, part: str, error: Exception) -> None:
         self.meter.fault(part)
@@ -257,14 +308,8 @@ class RunningEngines:
             streaming = EventResponse(events, done, {})
             streaming.status_code, streaming.raw_headers = status, shown
             return streaming
-        parts, size = [], 0
-        async for part in answer.content.iter_any():
-            parts.append(part)
-            size += len(part)
-            if size > LONGEST_ANSWER:
-                raise aiohttp.ClientPayloadError("an answer is too long")
-        content = b"".join(parts)
-        document = _json(content) if kept and (added or size <= LONGEST_READ_ANSWER) else None
+        content = await _content(answer)
+        document = _json(content) if kept and (added or len(content) <= LONGEST_READ_ANSWER) else None
         if isinstance(document, dict):
             self._record(passage, url, document, document)
             if added:
@@ -399,6 +444,17 @@ def _rewritten(document: Any, content: bytes, added: frozenset[str]) -> tuple[by
         return json.dumps(document, allow_nan=False).encode(), added
     except (ValueError, RecursionError):
         return content, frozenset()
+
+
+async def _content(answer: aiohttp.ClientResponse) -> bytes:
+    """A whole answer. Raises aiohttp.ClientError, also if it is too long."""
+    parts, size = [], 0
+    async for part in answer.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > LONGEST_ANSWER:
+            raise aiohttp.ClientPayloadError("an answer is too long")
+    return b"".join(parts)
 
 
 def _json(content: bytes) -> Any:

@@ -23,7 +23,7 @@ from specctl.errors import UsageError
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies import registry
 from specctl.selection.policies.contextual import BETA, ArmRounds, prior_bounds
-from specctl.selection.policies.policy import Arms, Array
+from specctl.selection.policies.policy import Arms, Array, Policy
 from specctl.selection.prompt_memory import PromptMemory
 
 POLICIES = ("cgp-ucb", "metasd-ucb", "metasd-ducb", "metasd-swucb", "random", "fixed")
@@ -48,50 +48,76 @@ def check(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class PromptChoice(ServerChoice):
-    """A ranking of the servers, with the prompt's features if the policy reads them."""
+class ModelGame:
+    """The game of one model: its servers are the arms. `memory` is None if the policy does not read prompts."""
 
+    urls: list[str]
+    policy: Policy
+    memory: PromptMemory | None
+
+
+@dataclass(frozen=True)
+class PromptChoice(ServerChoice):
+    """A ranking of the servers, with the game that made it, and the prompt's features if the policy reads them."""
+
+    game: ModelGame | None = None
     features: Array | None = None
 
 
 class Dispatcher:
-    """Player of a policy of `POLICIES`, with the servers of a gateway as arms."""
+    """Player of a policy of `POLICIES`, with the servers of a gateway as arms.
+
+    Each model has a game of its own: servers may list different models, and a drafter may be good for one adapter of
+    the target alone."""
 
     def __init__(self, urls: Sequence[str], name: str, options: PolicyRecipe, seed: int):
         """`seed`: of the policy's draws. Raises UsageError like `check`."""
         check(name)
         self.urls = list(urls)
-        arms = Arms(len(self.urls), 1, seed)
-        self.memory = PromptMemory(arms.count, WIDTH) if registry.contextual(name) else None
-        self.policy = registry.build(name, arms, options)
+        self._name, self._options, self._seed = name, options, seed
+        self._games: dict[str | None, ModelGame] = {}
         self._silent: set[str] = set()
 
-    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> PromptChoice:
-        """Rank the servers by their expected reward; servers with too many requests come last. `in_flight`: requests in
-        flight per address."""
+    def _game(self, model: str | None, urls: list[str]) -> ModelGame:
+        """The game of a model among these servers; a new one if other servers list the model now."""
+        game = self._games.get(model)
+        if game is None or game.urls != urls:
+            arms = Arms(len(urls), 1, self._seed)
+            memory = PromptMemory(arms.count, WIDTH) if registry.contextual(self._name) else None
+            game = self._games[model] = ModelGame(urls, registry.build(self._name, arms, self._options), memory)
+        return game
+
+    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int], model: str | None = None) -> PromptChoice:
+        """Rank the servers by their expected reward; servers with too many requests come last.
+
+        Args:
+            in_flight: requests in flight per address, of the servers that list the model.
+            model: name of the model, or None for the servers' default model. Each name takes memory.
+        """
         began = perf_counter_ns()
         features = None
-        if self.memory is None:
-            chosen = self.policy.choose()
-            worth = [float(arm == chosen) for arm in range(len(self.urls))]
+        game = self._game(model, [url for url in self.urls if url in in_flight])
+        if game.memory is None:
+            chosen = game.policy.choose()
+            worth = [float(arm == chosen) for arm in range(len(game.urls))]
         else:
             features = features_of(body)
-            belief = self.memory.belief(features)
+            belief = game.memory.belief(features)
             if belief is None:
-                heard = zip(self.memory.texts, self.urls, strict=True)
+                heard = zip(game.memory.texts, game.urls, strict=True)
                 worth = [-float(count + in_flight[url]) for count, url in heard]
             else:
                 worth = prior_bounds(belief, BETA)
         most = OVERLOAD_FACTOR * min(in_flight.values()) + OVERLOAD_SLACK
         ranked = sorted(
-            zip(self.urls, worth, strict=True),
+            zip(game.urls, worth, strict=True),
             key=lambda one: (in_flight[one[0]] > most, -one[1], in_flight[one[0]]),
         )
-        return PromptChoice([url for url, _ in ranked], (perf_counter_ns() - began) / 1000, features)
+        return PromptChoice([url for url, _ in ranked], (perf_counter_ns() - began) / 1000, game, features)
 
     def learn(self, choice: ServerChoice, url: str, counts: TextCounts) -> None:
         """Learn from a text. A server that does not report its accepted tokens counts as if it had accepted none."""
-        if not isinstance(choice, PromptChoice):  # the choice had failed
+        if not isinstance(choice, PromptChoice) or choice.game is None:  # the choice had failed
             return
         if counts.drafting is None and url not in self._silent:
             self._silent.add(url)
@@ -99,19 +125,20 @@ class Dispatcher:
                 f"{url} does not report its accepted draft tokens, so it counts as a server without a drafter; "
                 "start it with: vllm serve … --per-request-spec-decode-metrics summary"
             )
-        shown = pass_statistics(counts)
-        arm = self.urls.index(url)
-        if self.memory is not None and choice.features is not None:
-            others = [ArmRounds(0, 0.0, 0.0)] * len(self.urls)
+        shown, game = pass_statistics(counts), choice.game
+        arm = game.urls.index(url)
+        if game.memory is not None and choice.features is not None:
+            others = [ArmRounds(0, 0.0, 0.0)] * len(game.urls)
             # Without the belief: it would blame the difficulty of the text for half of the only server's result.
-            self.memory.learn(choice.features, None, [*others[:arm], shown, *others[arm + 1 :]])
-        elif self.policy.learns == "reward":
-            self.policy.reward(arm, 1 - shown.rounds / shown.total)
+            game.memory.learn(choice.features, None, [*others[:arm], shown, *others[arm + 1 :]])
+        elif game.policy.learns == "reward":
+            game.policy.reward(arm, 1 - shown.rounds / shown.total)
 
     def settle(self) -> None:
-        """Fit the memory now, so that the next request need not wait."""
-        if self.memory is not None:
-            self.memory.fit()
+        """Fit the memories now, so that the next request need not wait."""
+        for game in self._games.values():
+            if game.memory is not None:
+                game.memory.fit()
 
 
 def pass_statistics(counts: TextCounts) -> ArmRounds:

@@ -191,6 +191,47 @@ def test_another_server_answers_if_one_fails(engines, tmp_path, capsys, fault):
     assert rows[math.url].texts >= 9 and 1 <= rows[sql.url].failures <= 4
 
 
+def test_a_request_goes_to_the_servers_that_list_its_model(engines, tmp_path, capsys):
+    """The engines have different adapters. Each model has a game of its own."""
+    sql, math = engines
+    sql.adapters, math.adapters = ["law", "tax"], ["bank", "tax"]
+    with routing(recipe(tmp_path, sql, math), capsys) as (address, _):
+        for prompt in ("sql x", "math x"):
+            for model, only in (("law", sql), ("bank", math)):
+                before = len(only.prompts), len(sql.prompts) + len(math.prompts)
+                assert [ask(address, prompt, model=model).status_code for _ in range(3)] == [200] * 3
+                assert (len(only.prompts), len(sql.prompts) + len(math.prompts)) == (before[0] + 3, before[1] + 3)
+        for _ in range(12):
+            ask(address, "sql y", model="tax")
+        assert sql.prompts.count("sql y") > 8, "the server whose drafts are accepted gets the texts of both"
+        listed = httpx.get(f"{address}/v1/models").json()
+        assert [card["id"] for card in listed["data"]] == ["toy", "law", "tax", "bank"]
+        answer = ask(address, "sql x", model="art")
+        assert answer.status_code == 404 and answer.json()["error"] == {
+            "message": "the model does not exist: use toy, law, tax, bank",
+            "type": "not_found_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+        assert httpx.get(f"{address}/v1/models/art").status_code == 404
+        math.adapters.append("art")
+        assert ask(address, "sql x", model="art").status_code == 404, "they are not asked at once"
+    assert sql.gone is math.gone is False
+
+
+def test_a_model_that_an_engine_loads_later_is_found(engines, tmp_path, capsys, monkeypatch):
+    """An engine without a usable list keeps its models."""
+    monkeypatch.setattr("specctl.gateway.running_engines.LIST_S", 0.0)
+    sql, math = engines
+    sql.adapters, math.adapters = ["law"], ["bank"]
+    with routing(recipe(tmp_path, sql, math), capsys) as (address, _):
+        sql.pages["/v1/models"] = {"data": [{"name": "law"}]}
+        assert ask(address, "x", model="art").status_code == 404
+        math.adapters.append("art")
+        assert [ask(address, "x", model=model).status_code for model in ("art", "law")] == [200, 200]
+        assert math.prompts == ["x"] and sql.prompts == ["x"]
+
+
 def test_a_restarted_server_is_used_again(engines, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("specctl.gateway.running_engines.FIRST_REST_S", 0.0)
     monkeypatch.setattr("specctl.gateway.running_engines.LONGEST_REST_S", 0.0)
