@@ -98,6 +98,17 @@ def test_equally_good_servers_are_ordered_by_load():
     assert fixed.choose({}, {URLS[0]: 2, URLS[1]: 1, "http://c": 3}).order == ["http://c", *URLS[::-1]]
 
 
+def test_each_model_has_a_game_of_its_own(stream):
+    """The server with the best drafter for one adapter is the worst for another, and the text does not tell which."""
+    one, best = Dispatcher(URLS, "cgp-ucb", PolicyRecipe(), 0), {"law": URLS[0], "bank": URLS[1]}
+    for place, (_, prompt) in enumerate(stream[:60]):
+        model = ("law", "bank")[place % 2]
+        choice = one.choose(chat(prompt), IDLE, model)
+        one.learn(choice, choice.order[0], counts(4.0 if choice.order[0] == best[model] else 1.1))
+    assert {model: one.choose(chat("How many?"), IDLE, model).order[0] for model in best} == best
+    assert one.choose(chat("How many?"), {URLS[1]: 0}, "law").order == [URLS[1]]
+
+
 def test_passes_without_a_draft_are_counted():
     """A text drafter often proposes nothing. Judged by its drafts alone it would look better than every other
     drafter."""
