@@ -77,6 +77,6 @@ class ReaderGone(SpecctlError):
 
 
 class Interrupted(SpecctlError):
-    """Stopped by SIGTERM or SIGUSR1 after saving; the same command with `--resume` continues."""
+    """Stopped by SIGTERM, SIGUSR1 or SIGHUP after saving; the same command with `--resume` continues."""
 
     exit_code = 75

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 LINE_EVERY_S = 30.0
 RESUME, RESTART = "continue with --resume", "start the command again"
+STOPPING = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP  # ask a command to save and end
 
 _quiet = False
 _last_line = time.monotonic()  # shared by all bars, so that many short stages do not flood a log
@@ -161,7 +163,10 @@ class _Display:
 
 
 class Interrupts:
-    """SIGTERM and SIGUSR1 (`sbatch --signal=TERM@120 --requeue`) set a flag; long loops poll it, save and exit."""
+    """The signals that ask a command to stop (`sbatch --signal=TERM@120 --requeue`, a terminal that is closed).
+
+    A command that has no work to save yet ends at once. Later a signal sets a flag; long loops poll it, save and exit.
+    """
 
     def __init__(self) -> None:
         self._signal: int | None = None
@@ -169,12 +174,20 @@ class Interrupts:
         self.advice = RESTART  # hint for a command that Ctrl-C has stopped
 
     def exit_on_signal(self) -> None:
-        """End the process at once on a signal, while no work has begun. Call once, first, in the main thread."""
-        self._early = True
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._leave)
+        """Prepare for signals. Call once, first, in the main thread."""
+        self.leave_on_signal()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # `nohup … &` ignores it
             signal.signal(signal.SIGINT, self._stop)
+
+    def leave_on_signal(self) -> None:
+        """End the command at once on a signal, until `begin_work`. Call in the main thread, before every command.
+
+        Raises Interrupted if a signal has come meanwhile, at the end of an earlier command of this process.
+        """
+        self._early = True
+        self._install(self._leave)
+        if self._signal is not None:
+            raise self._interrupted(RESTART)
 
     def signal_error(self, error: BaseException) -> BaseException:
         """Return the exception of the signal that led to `error`, or `error` itself.
@@ -187,10 +200,14 @@ class Interrupts:
             return self._interrupted(RESTART)
         return error
 
+    def begin_work(self) -> None:
+        """From now on only remember signals, for loops to poll. Does nothing in a program that has its own handlers."""
+        if signal.getsignal(signal.SIGTERM) == self._leave:
+            self.remember_signals()
+
     def remember_signals(self) -> None:
-        """From now on only remember the two signals, for loops to poll. Call once, in the main thread."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self.handle)
+        """Remember signals, for loops to poll. Call in the main thread."""
+        self._install(self.handle)
         self._early = False
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
@@ -215,6 +232,12 @@ class Interrupts:
     def _interrupted(self, hint: str) -> Interrupted:
         assert self._signal is not None
         return Interrupted(f"interrupted by {signal.Signals(self._signal).name}", hint)
+
+    @staticmethod
+    def _install(handler: Callable[[int, FrameType | None], None]) -> None:
+        for number in STOPPING:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores it
+                signal.signal(number, handler)
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         self._signal = number

@@ -110,6 +110,7 @@ class Run:
 
         The metrics that `resume_from` has read are kept.
         """
+        progress.interrupts.begin_work()
         recipe, self._recipe = self._recipe, None
         if recipe is None or not self._writes:
             return

@@ -77,7 +77,7 @@ def test_nested_bars_on_a_terminal(monkeypatch, capsys):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_sets_the_flag(number):
     interrupts = progress.Interrupts()
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {n: signal.getsignal(n) for n in progress.STOPPING}
     try:
         interrupts.remember_signals()
         interrupts.check()

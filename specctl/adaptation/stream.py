@@ -138,7 +138,7 @@ class PromptStream:
 
         Raises:
             DataError: no prompts at all, or too many rejected.
-            Interrupted: SIGTERM or SIGUSR1, between two prompts.
+            Interrupted: a signal, between two prompts.
         """
         chunk: list[EncodedPrompt] = []
         try:

@@ -19,13 +19,14 @@ from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.stream_learner import Lesson
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding.target import load_target
+from specctl.progress import STOPPING
 from specctl.recipe import OnlineRecipe
 from specctl.training.feature_files import Features
 
 PR_SET_PDEATHSIG = 1
 NICENESS = 10  # of a learner in the background: about a tenth of a core that others use, too
 # Often sent to a whole process group; workers ignore them.
-IGNORED_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+IGNORED_SIGNALS = signal.SIGINT, *STOPPING
 
 State = tuple[dict[str, Any], dict[str, Tensor]]
 """Arguments of `OnlineDrafter.restore`: JSON-able facts, and tensors."""

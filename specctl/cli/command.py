@@ -167,6 +167,7 @@ def run_or_plan(
 
 def execute(name: str, recipe: CommandRecipe) -> dict[str, Any]:
     """Run a resolved recipe and return its result document. Raises the errors of `api.execute`."""
+    progress.interrupts.leave_on_signal()
     from specctl import api
 
     pkgutil.resolve_name(api.FUNCTIONS[name])
@@ -210,9 +211,7 @@ def _resolve(
     if len(plain) > (operand is not None):
         raise UsageError(f"unexpected argument {plain[-1]!r}", hint="write overrides as key.sub=value")
     flags = [Setting((operand,), text, operand.upper()) for text in plain if operand]
-    resolved = resolve(name, recipe, overrides, flags + options.settings(given, name))
-    progress.interrupts.remember_signals()
-    return resolved
+    return resolve(name, recipe, overrides, flags + options.settings(given, name))
 
 
 def _command_for(recipe: CommandRecipe) -> str:

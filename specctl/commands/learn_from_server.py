@@ -94,7 +94,7 @@ def learn_from_server(
     Raises:
         EngineError: a server is gone, or does not take a drafter.
         DataError, CheckpointError, UsageError: prompts or drafters cannot be used, or the run cannot be resumed.
-        Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
+        Interrupted: a signal; the state after the last chunk is saved.
         SpecctlError: updates keep doing harm, or the disk is full.
     """
     recipe.check_server()

@@ -90,7 +90,7 @@ def learn_from_servers(
     Raises:
         EngineError: a server is gone, or does not take the drafter that learning starts from.
         CheckpointError: a drafter cannot be used.
-        Interrupted: SIGTERM or SIGUSR1.
+        Interrupted: a signal.
     """
     first = next(iter(recipes.values()))
     check_target(first)

@@ -77,7 +77,7 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
 
     Raises:
         DataError, CheckpointError, UsageError: prompts or drafters cannot be used, or the run cannot be resumed.
-        Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
+        Interrupted: a signal; the state after the last chunk is saved.
         SpecctlError: a learner keeps failing to learn, or the disk is full.
     """
     if note := few_judges(recipe):

@@ -83,7 +83,7 @@ class FeatureStore:
         Raises:
             SpecctlError: the features do not fit, or are not finite.
             UsageError: another process is writing them, or some are missing and the target's layers are not loaded.
-            Interrupted: SIGTERM or SIGUSR1 arrived; shards that were written stay.
+            Interrupted: a signal arrived; shards that were written stay.
         """
         homes = homes or [examples]
         world = len(homes)

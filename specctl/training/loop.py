@@ -61,7 +61,7 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
     Raises:
         DataError, CheckpointError: unusable data, a checkpoint of another run, a target that does not fit.
         UsageError: another process is training this drafter, or `resume` finds a checkpoint of another recipe.
-        Interrupted: SIGTERM or SIGUSR1 arrived; a checkpoint was saved.
+        Interrupted: a signal arrived; a checkpoint was saved.
         SpecctlError: the loss or a gradient is not finite; the last checkpoint is from an earlier step.
     """
     make_dir(recipe.output.parent)

@@ -156,7 +156,7 @@ def served_features(
         EngineError: a server does not give the needed states, or keeps failing.
         CheckpointError: a server serves another target.
         UsageError: the recipe names no server, or a server does not list a model that wrote texts.
-        Interrupted: SIGTERM or SIGUSR1 arrived.
+        Interrupted: a signal arrived.
     """
     everything = [example for examples in shards.values() for example in examples]
     states = states_of(store, everything)

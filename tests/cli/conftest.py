@@ -54,7 +54,7 @@ def specctl(monkeypatch, tmp_path, capfd):
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("SPECCTL_") or name in ("RANK", "WORLD_SIZE")]:
         monkeypatch.delenv(name)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in progress.STOPPING}
     yield CommandLine(capfd.readouterr)
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -298,16 +298,44 @@ def test_only_rank_zero_prints(specctl, library, monkeypatch, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_sigterm_exits_with_75(specctl, library):
+@pytest.mark.parametrize("number", progress.STOPPING)
+def test_a_signal_is_remembered_once_work_has_begun(specctl, library, number):
     def interrupted(recipe, run):
-        os.kill(os.getpid(), signal.SIGTERM)
+        run.annotate()
+        signal.raise_signal(number)
         assert progress.interrupts.requested()
         progress.interrupts.check()
 
     library("distill", interrupted)
     done = specctl("distill")
     assert done.code == 75
-    assert "--resume" in done.err
+    assert f"interrupted by {number.name} (hint: continue with --resume)" in done.err
+
+
+@pytest.mark.parametrize("number", progress.STOPPING)
+def test_a_signal_before_the_work_ends_the_command_at_once(specctl, library, number):
+    """The imports and a large target take minutes, which a command that was told to stop used to wait for."""
+
+    def interrupted(recipe, run):
+        signal.raise_signal(number)
+        raise AssertionError("the command went on")
+
+    library("distill", interrupted)
+    done = specctl("distill")
+    assert (done.code, done.err) == (75, f"error: interrupted by {number.name} (hint: start the command again)\n")
+
+
+def test_a_signal_at_the_end_of_a_warm_up_ends_the_command(specctl, library):
+    """The second command of a process begins with its own work only if no signal has come before."""
+
+    def late(recipe, run):
+        run.annotate()
+        signal.raise_signal(signal.SIGTERM)
+        return Result()
+
+    library("distill", late)
+    assert specctl("distill").code == 0
+    assert specctl("distill").code == 75
 
 
 def test_without_a_terminal_output_is_plain_and_complete(specctl):

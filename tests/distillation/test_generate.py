@@ -16,7 +16,7 @@ from specctl.decoding.target import load_target
 from specctl.distillation import generate, shards, store
 from specctl.distillation.generate import distill
 from specctl.errors import ChatTemplateError, DataError, Interrupted, UsageError
-from specctl.progress import interrupts
+from specctl.progress import STOPPING, interrupts
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
 from tests.distillation.million import NoEngine
@@ -127,7 +127,7 @@ def test_batches_have_little_padding(questions, tmp_path, monkeypatch):
 
 @pytest.fixture
 def signals():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in STOPPING}
     interrupts.remember_signals()
     yield
     interrupts.reset()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from specctl import progress
 from specctl.cli.main import run
 from tests.golden.files import shape_of_file
 from tests.golden.shapes import Shape, merged, numberless, shape_of
@@ -123,7 +124,7 @@ def specctl(*argv: Any, code: int | None = 0) -> Any:
 @contextlib.contextmanager
 def alone(place: Path) -> Iterator[pytest.MonkeyPatch]:
     """Work in a directory, with one thread and without the caller's settings; signals are put back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in progress.STOPPING}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setenv("OMP_NUM_THREADS", "1")

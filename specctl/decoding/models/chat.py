@@ -23,7 +23,7 @@ from jinja2 import TemplateError
 
 from specctl.decoding.models.loading import builtin_path, is_gguf
 from specctl.errors import ChatTemplateError, CheckpointError
-from specctl.progress import interrupts
+from specctl.progress import STOPPING, interrupts
 
 SECONDS = 4  # CPU seconds for one conversation, and one more for each MiB: published templates take milliseconds
 MEMORY = 2 << 30  # bytes beyond the initial size of the process
@@ -61,7 +61,7 @@ class Renderer:
         Raises:
             ChatTemplateError: the template refuses the conversation, or fails on it.
             CheckpointError: the template exceeds its time or memory.
-            Interrupted: SIGTERM or SIGUSR1 arrived meanwhile.
+            Interrupted: a signal arrived meanwhile.
         """
         request = json.dumps([messages, options]).encode()
         where = f"target {name}: {template_file(name)}: the chat template"
@@ -99,7 +99,7 @@ def _serve(tokenizer: Any, channel: Connection) -> NoReturn:
     """Worker process: answer each request, until the parent is gone."""
     try:
         gc.freeze()  # otherwise its first collection would write to, and so copy, every shared page
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        for number in (signal.SIGINT, *STOPPING):
             signal.signal(number, signal.SIG_IGN)  # left to the parent
         with suppress(OSError):  # a system without /dev/fd
             for descriptor in {*map(int, os.listdir("/dev/fd"))} - {0, 1, 2, channel.fileno()}:

@@ -83,7 +83,7 @@ def reason(recipe: ReasonRecipe, run: Run, *, target: Target | None = None) -> R
 
     Raises:
         DataError, CheckpointError, UsageError: prompts or models cannot be used, or the run cannot be resumed.
-        Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
+        Interrupted: a signal; the state after the last chunk is saved.
         SpecctlError: the disk is full.
     """
     target = target or load_target(**recipe.target.loading)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from specctl import progress
 from specctl.commands.select import PoolOnStream, load_stream
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
@@ -28,7 +29,9 @@ def record_pool(
     """
     pooled = load_stream(recipe, run, target, drafters)
     check_free(recipe.table, resume=recipe.resume, overwrite=recipe.overwrite)
-    if not recipe.resume:  # if resumed, the recording must be compared first
+    if recipe.resume:  # the recording must be compared first
+        progress.interrupts.begin_work()
+    else:
         pooled.begin(run)
     failures = record_table(recipe, pooled)
     pooled.begin(run)
