@@ -5,6 +5,7 @@ import gc
 import io
 import os
 import sys
+import warnings
 from contextlib import suppress
 
 from specctl.errors import ReaderGone, SpecctlError
@@ -53,6 +54,7 @@ def main() -> None:
     codes: list[int] = []
     atexit.register(_end, codes)  # the first to be registered is the last to be called
     _open_standard_streams()
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # without a line of the program
     interrupts.exit_on_signal()
     try:
         from specctl.cli.main import run

@@ -458,7 +458,7 @@ class TestCosts:
         )
 
     def test_costs_are_measured_once_and_cached(self, target, tmp_path, monkeypatch):
-        monkeypatch.setenv(costs.ENVIRONMENT, str(tmp_path))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(costs, "REPEATS", 1)
         first = costs.costs_of(target, Claims(), "claims")
         assert first.round(1) == 1
@@ -473,7 +473,7 @@ class TestCosts:
     @pytest.mark.parametrize("spoiled", SPOILED)
     def test_an_invalid_cost_cache_is_measured_again(self, target, tmp_path, monkeypatch, capsys, pipe, spoiled):
         """One line names the ignored file, and valid costs replace it."""
-        monkeypatch.setenv(costs.ENVIRONMENT, str(tmp_path))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
         costs.costs_of(target, Claims(), "claims")
         kept = tmp_path / "specctl" / "costs.json"
@@ -540,7 +540,7 @@ class TestCosts:
 
     def test_an_unwritable_cost_cache_is_reported(self, target, tmp_path, monkeypatch, capsys):
         (tmp_path / "specctl").write_text("a file is in the way")
-        monkeypatch.setenv(costs.ENVIRONMENT, str(tmp_path))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
         assert costs.costs_of(target, Claims(), "claims") == CHEAP
         said = capsys.readouterr().err

@@ -5,6 +5,7 @@ import subprocess
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
-from specctl.kernels import native, reference
+from specctl.kernels import cache, native, reference
 from tests.conftest import SIZES, write_tiny
 from tests.toys.decoding import decode
 
@@ -195,6 +196,25 @@ def test_a_failing_compiler_is_reported_once(fresh, monkeypatch):
         assert native.library() is None
     assert native.library() is None
     assert not list(fresh.rglob("*.so"))
+
+
+def test_a_cache_that_cannot_be_written_is_named(fresh, monkeypatch):
+    """The warning used to say that the compiler had failed."""
+    (fresh / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
+    with pytest.warns(UserWarning, match=r"runs on PyTorch: .*Not a directory: '.*file.*XDG_CACHE_HOME=DIR"):
+        assert native.library() is None
+
+
+def test_a_user_without_a_home_has_a_cache_that_cannot_be_made(monkeypatch):
+    """Without HOME and without an account, as in many containers, every command used to end as unexpected."""
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(cache.Path, "home", homeless)
+    assert cache.directory() == Path("/nonexistent/.cache/specctl")
 
 
 def test_processes_that_start_together_compile_once(fresh, monkeypatch):

@@ -8,7 +8,6 @@ one tensor at a time in fp32 and rounds it to the requested dtype. The C++ step 
 import hashlib
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from specctl import regular_files
 from specctl.decoding.models import gguf_file, gguf_tokenizer
 from specctl.decoding.models.gguf_file import GGUFContents, StoredTensor
 from specctl.errors import CheckpointError, one_line
+from specctl.kernels import cache
 from specctl.kernels.native import GroupedWeights
 from specctl.runs import atomic_write
 
@@ -47,8 +47,8 @@ def directory(name: str) -> Path:
             digest.update(file.read(size))
     if FREQUENCIES in contents.tensors:  # the configuration also depends on these values
         digest.update(dequantised(contents.tensors[FREQUENCIES], torch.float32).numpy().tobytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specctl" / "gguf"
-    place = cache / digest.hexdigest()[:32]
+    folder = cache.directory() / "gguf"
+    place = folder / digest.hexdigest()[:32]
     if not (place / "config.json").is_file():  # the last file to be written
         files = _files(name, contents)
         try:
@@ -57,7 +57,7 @@ def directory(name: str) -> Path:
                 atomic_write(place / each, text)
         except OSError as error:
             raise CheckpointError(
-                f"target {name}: {cache} cannot be written: {error.strerror}",
+                f"target {name}: {folder} cannot be written: {error.strerror}",
                 "set XDG_CACHE_HOME to a directory that you can write to",
             ) from error
     return place

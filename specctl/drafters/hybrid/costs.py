@@ -7,7 +7,6 @@ runs draft equally, and no measurement runs inside timed code.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from bisect import bisect_left
@@ -32,7 +31,7 @@ from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise, work_clock
 from specctl.decoding.verify import verify
 from specctl.drafters.tree import CandidateDrafter
-from specctl.kernels import native
+from specctl.kernels import cache, native
 from specctl.runs import atomic_write, cpu_model
 
 ROWS = (1, 2, 4, 8, 16, 32, 63)
@@ -43,7 +42,6 @@ FAR_ROWS = (1, 16)
 ROOM = 512  # tokens that may follow; a cache for a large target's whole context would not fit
 REPEATS, WARM_UP = 15, 2
 ENOUGH_S = 20.0  # time after which no repeats are added, for large targets
-ENVIRONMENT = "XDG_CACHE_HOME"
 LONGEST = 2**24  # maximal bytes of the cache file
 MAX_COST = 1e6  # maximal plausible cost, in rounds of one row
 
@@ -114,7 +112,7 @@ def costs_of(target: Target, head: CandidateDrafter | None, name: str) -> Costs:
     `name` identifies the head's family and architecture, or says that there is none. Ranks that hold slices of the
     target measure together, and use the costs of rank 0.
     """
-    path = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache") / "specctl" / "costs.json"
+    path = cache.directory() / "costs.json"
     key, leads = _key(target, name), not processes.is_follower()
     known = None
     try:

@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl.kernels import cache
+
 SOURCE, VECTORS = (Path(__file__).with_name(name) for name in ("step.cpp", "vectors.h"))
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
@@ -128,7 +130,10 @@ def library_for(kind: str) -> ctypes.CDLL | None:
         return None
     try:
         found = ctypes.CDLL(str(_compiled(compiler, flags_of(kind))))
-    except (OSError, subprocess.SubprocessError) as error:
+    except OSError as error:
+        warnings.warn(f"the CPU step runs on PyTorch: {error} (XDG_CACHE_HOME=DIR names another cache)", stacklevel=2)
+        return None
+    except subprocess.SubprocessError as error:
         output = getattr(error, "stderr", None) or str(error)
         warnings.warn(f"the CPU step runs on PyTorch: {compiler} failed: {output.strip()[-300:]}", stacklevel=2)
         return None
@@ -199,17 +204,17 @@ def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=TIMEOUT_S).stdout
     key = hashlib.sha256(b"\0".join((_source(), version, *map(str.encode, flags)))).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specctl" / "native"
-    path = cache / f"step-{key[:24]}.so"
+    folder = cache.directory() / "native"
+    path = folder / f"step-{key[:24]}.so"
     if path.is_file():
         return path
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (cache / "lock").open("w") as lock:  # the compiler's child processes do not inherit it
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:  # the compiler's child processes do not inherit it
         with suppress(OSError):  # a file system without locks: every process compiles
             fcntl.flock(lock, fcntl.LOCK_EX)
         if path.is_file():
             return path
-        with tempfile.TemporaryDirectory(dir=cache) as place:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
             made = Path(place) / path.name
             command = [compiler, *flags, str(SOURCE), "-o", str(made)]
             subprocess.run(command, capture_output=True, check=True, text=True, timeout=TIMEOUT_S)
