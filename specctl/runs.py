@@ -8,6 +8,7 @@ result.json            the result document, written last
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -322,8 +323,11 @@ def make_dir(path: Path, mode: int = 0o777) -> None:
         path.mkdir(mode, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         taken = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
-        raise UsageError(f"{taken} is a file, not a directory", hint="choose another --output-dir") from error
+        kind = "a link that leads nowhere" if taken.is_symlink() and not taken.exists() else "a file, not a directory"
+        raise UsageError(f"{taken} is {kind}", hint="choose another --output-dir") from error
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UsageError(f"cannot create {path}: {error.strerror}", hint="choose a shorter name") from error
         raise SpecctlError(f"cannot create {path}: {error.strerror}", hint="choose another --output-dir") from error
     if not os.access(path, os.W_OK):
         raise SpecctlError(f"cannot write to {path}: read-only", hint="choose another --output-dir")

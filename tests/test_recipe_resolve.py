@@ -305,6 +305,14 @@ def test_an_empty_name_is_refused(command, override):
     assert "is empty" in line
 
 
+def test_a_leading_tilde_is_the_home_directory(monkeypatch):
+    """No shell expands `--output-dir=~/x`, which used to make a directory named ~ in the working directory."""
+    monkeypatch.setenv("HOME", "/home/me")
+    asked = resolve("eval", overrides=["output_dir=~/x", "pool=~nobody-here/y", "data.prompts=~/{domain}.jsonl"])
+    assert (asked.output_dir, asked.pool) == (Path("/home/me/x"), Path("~nobody-here/y"))
+    assert asked.data.prompts_of("sql") == "/home/me/sql.jsonl"
+
+
 def test_a_recipe_is_shown_without_passwords():
     recipe = resolve(
         "reason",

@@ -125,6 +125,11 @@ def test_a_directory_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="file is a file, not a directory"):
         runs.Run.create("eval", EvalRecipe(), tmp_path / "file/out")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UsageError, match="link is a link that leads nowhere"):
+        runs.Run.create("eval", EvalRecipe(), tmp_path / "link")
+    with pytest.raises(UsageError, match="File name too long"):
+        runs.Run.create("eval", EvalRecipe(), tmp_path / ("x" * 300))
 
 
 @pytest.mark.parametrize(("threads", "kept"), [(2, [2]), (None, []), (-1, []), (10**9, [])])

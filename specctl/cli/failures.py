@@ -64,9 +64,12 @@ def _explain(error: BaseException, command: str | None) -> Failure:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = "free space on the disk of --output-dir, or choose another one" if full else None
-        code = 2 if error.errno == errno.ENAMETOOLONG else 1  # no file can have such a name, so the user has given it
-        return Failure(type(error).__name__, f"{where}{error.strerror}", hint, code)
+        if error.errno == errno.ENAMETOOLONG:  # no file can have such a name, so the user has given it
+            return Failure("UsageError", f"{where}{error.strerror}", "choose a shorter name", 2)
+        return Failure(type(error).__name__, f"{where}{error.strerror}", hint, 1)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    if isinstance(error, RuntimeError) and first_line == "Could not determine home directory.":  # of pathlib
+        return Failure("UsageError", "a path begins with ~, but there is no such home", "write the whole path", 2)
     if _out_of_memory(error):
         row = SUBCOMMANDS.get(command or "")
         hint = f"lower or set {', '.join(row.memory_keys)}" if row and row.memory_keys else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import textwrap
@@ -36,6 +37,8 @@ class Output:
         self.quiet |= quiet
         self.verbose |= verbose
         progress.set_quiet(self.quiet)
+        # It tells where its fonts are cached if it cannot write to the home directory.
+        logging.getLogger("matplotlib").setLevel(logging.NOTSET if self.verbose else logging.ERROR)
 
     def result(
         self, document: dict[str, Any], show: Callable[[dict[str, Any]], RenderableType], brief: str = ""

@@ -15,8 +15,10 @@ Runs = Annotated[
     typer.Argument(metavar="[RUN]...", help="Run directories; default: the newest in ./runs.", show_default=False),
 ]
 OutputDir = Annotated[
-    Path | None,
-    typer.Option("--output-dir", help="Default: RUN/report, or ./runs/report-<time>-<id> for several runs."),
+    str | None,
+    typer.Option(
+        "--output-dir", metavar="DIR", help="Default: RUN/report, or ./runs/report-<time>-<id> for several runs."
+    ),
 ]
 Csv = Annotated[bool, typer.Option("--csv", metavar=options.SWITCH, help="Also write every table as a CSV file.")]
 

@@ -1,5 +1,6 @@
 """`specctl report`: one HTML page with its pictures and tables, made from run directories alone."""
 
+import os
 import re
 import secrets
 import time
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specctl.errors import SpecctlError
+from specctl.errors import SpecctlError, UsageError
 from specctl.reporting import collect, commands, page, plots
 from specctl.reporting.collect import RUNS, RunRecord
 from specctl.reporting.contents import Contents, differing
@@ -42,7 +43,9 @@ def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None
 
     Raises UsageError (no run directory), SpecctlError (a broken result, or output that cannot be written).
     """
-    records = collect.read([Path(run) for run in runs] or [collect.newest()])
+    if output_dir == "":
+        raise UsageError("--output-dir: is empty")
+    records = collect.read([Path(os.path.expanduser(run)) for run in runs] or [collect.newest()])
     looks = Looks()
     names = dict.fromkeys(run.command for run in records)
     parts: dict[str, Contents] = {}
@@ -50,7 +53,7 @@ def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None
     for name in names:
         parts[name], images[name] = _contents(name, [run for run in records if run.command == name], looks)
 
-    directory = Path(output_dir) if output_dir else _directory(records)
+    directory = Path(os.path.expanduser(output_dir)) if output_dir else _directory(records)
     make_dir(directory)
     pictures: list[str] = []
     tables: list[str] = []

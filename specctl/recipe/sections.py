@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -41,7 +42,12 @@ Name = Annotated[str, BeforeValidator(_not_empty)]
 """A text that is not empty: the name of a model, a file or an address."""
 
 
-LocalPath = Annotated[Path, BeforeValidator(_not_empty), Field(strict=False)]
+def _at_home(path: Path) -> Path:
+    """Replace a leading `~`, which no shell does in `--output-dir=~/x` or in a recipe."""
+    return Path(os.path.expanduser(path))
+
+
+LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_at_home), Field(strict=False)]
 
 
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
@@ -176,7 +182,7 @@ class DataRecipe(Section):
 
     def prompts_of(self, domain: str) -> str | None:
         """Return the prompts file of one domain, or None."""
-        return self.prompts and self.prompts.replace("{domain}", domain)
+        return self.prompts and os.path.expanduser(self.prompts.replace("{domain}", domain))
 
 
 class SamplingRecipe(Section):

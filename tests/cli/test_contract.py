@@ -5,6 +5,7 @@ import functools
 import gc
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -149,6 +150,22 @@ def test_a_wrong_command_line_gives_one_error_line(specctl, argv, said):
 def test_an_overlong_pool_name_is_a_usage_error(specctl):
     done = specctl("select", "--pool", "a" * 300, "--dry-run")
     assert done.code == 2 and "File name too long" in done.err
+
+
+def test_a_home_that_does_not_exist_is_a_usage_error(specctl):
+    """It used to end as an unexpected RuntimeError."""
+    done = specctl("eval", "--drafter", "~nobody-here/x", "--dry-run")
+    assert (done.code, done.err) == (
+        2,
+        "error: a path begins with ~, but there is no such home (hint: write the whole path)\n",
+    )
+
+
+@pytest.mark.parametrize("flag", ["--output-dir", "--pool"])
+def test_an_empty_directory_is_refused(specctl, flag):
+    """`--output-dir "$UNSET"` used to be the working directory, which --overwrite replaced."""
+    done = specctl("eval", flag, "", "--dry-run")
+    assert (done.code, done.err) == (2, f"error: {flag}: is empty (got '')\n")
 
 
 def test_an_overlong_drafter_name_is_reported_as_missing(specctl):
@@ -455,6 +472,28 @@ def test_a_signal_during_imports_gives_its_exit_code(tmp_path, module, number, c
     found, _, said = ended("eval --dry-run", PYTHONPATH=search)
     assert found == code
     assert len(said.splitlines()) == 1 and said.startswith("error: ")
+
+
+def test_a_warning_is_one_line(tmp_path):
+    """Python's own format adds a path and a line of the program."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, warnings\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'specctl.cli.main':\n"
+        "            warnings.warn('no compiler')\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    search = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    assert ended("--version", PYTHONPATH=search)[2] == "warning: no compiler\n"
+
+
+def test_matplotlib_logs_only_on_request(specctl):
+    """It logs where its fonts are if the home directory is read-only."""
+    specctl.ok("--version")
+    assert not logging.getLogger("matplotlib").isEnabledFor(logging.WARNING)
+    specctl.ok("-v", "--version")
+    assert logging.getLogger("matplotlib").isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.parametrize(("closed", "printed"), [("<&- >&-", ""), ("2>&-", "specctl")])

@@ -53,6 +53,12 @@ def test_several_runs_share_a_new_directory(specctl, run):
     assert specctl("report", "--json").json["runs"] == ["runs/b"], "a report is no run"
 
 
+def test_a_report_at_home(specctl, run, monkeypatch, tmp_path):
+    """No shell expands `--output-dir=~/x`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert specctl("report", run("a"), "--output-dir=~/x", "-q").out == f"{tmp_path}/x/report.html\n"
+
+
 def test_a_report_can_be_repeated(specctl, run):
     first, second = (specctl("report", run_dir, "--json") for run_dir in (run("a"), "runs/a"))
     assert first.json == second.json
@@ -67,6 +73,7 @@ def test_a_report_can_be_repeated(specctl, run):
         (["runs/broken"], 1, "runs/broken/result.json is not JSON"),
         (["runs/a", "--output-dir", "file"], 2, "--output-dir"),
         (["runs/a", "--output-dir", "file/below"], 2, "--output-dir"),
+        (["runs/a", "--output-dir="], 2, "--output-dir: is empty"),
     ],
 )
 def test_invalid_arguments_give_one_error_line(specctl, run, argv, code, says):

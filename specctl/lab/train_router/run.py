@@ -57,7 +57,7 @@ def router_of(
 
 
 def _place(recipe: TrainRouterRecipe, run: Run) -> Path:
-    return (recipe.router_dir or run.dir / DIRECTORY).expanduser().absolute()
+    return (recipe.router_dir or run.dir / DIRECTORY).absolute()
 
 
 def examples(recipe: TrainRouterRecipe, paths: dict[str, str], rejections: Rejections) -> list[RouterExample]:
@@ -90,7 +90,7 @@ def check(recipe: TrainRouterRecipe) -> None:
         read_table(_table(recipe))
     if recipe.router_dir is None:
         return
-    place = recipe.router_dir.expanduser().absolute()
+    place = recipe.router_dir.absolute()
     if recipe.train_router:
         checkpoint.check_free(place, recipe.overwrite, "router", [RECORD])
     else:
