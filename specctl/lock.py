@@ -86,7 +86,13 @@ class Lock:
                             self._await_silence(holder)
                         log = f"taking over {self.protected} from {describe_holder(holder)}, which has ended"
                         progress.log(log)
-                    self._sign(fd)
+                    try:
+                        self._sign(fd)
+                    except OSError:  # the disk is full
+                        self.path.unlink(missing_ok=True)
+                        with suppress(OSError):  # the directory is not empty
+                            self.path.parent.rmdir()
+                        raise
                     return fd
             except BaseException:
                 os.close(fd)

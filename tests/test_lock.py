@@ -194,6 +194,18 @@ def test_rank_zero_locks_for_all_ranks(place, monkeypatch):
         assert (place / lock.NAME).exists()
 
 
+def test_a_full_disk_leaves_no_lock_file(place, monkeypatch):
+    """An unsigned lock file used to stay, and its directory with it."""
+
+    def full(fd, content, offset):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(lock.os, "pwrite", full)
+    with pytest.raises(SpecctlError, match="No space left on device"), take(place):
+        pass
+    assert not place.exists()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_read_only_directory_is_an_error(place):
     place.chmod(0o500)

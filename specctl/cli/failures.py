@@ -14,6 +14,9 @@ from specctl.subcommands import SUBCOMMANDS
 ENDPOINT = "HF_ENDPOINT"  # environment variable with the address for huggingface_hub
 LINES = 10  # most lines of a message
 LINE = 400  # most characters of a line
+FULL = "free space on the disk of --output-dir, or choose another one"
+WRITES = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: "a file may not become so large here: raise ulimit -f"}
+"""Remedies for writes that the operating system refuses."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 MESSAGE = 1500  # most characters of all lines; the first line is always shown
 
@@ -62,8 +65,8 @@ def _explain(error: BaseException, command: str | None) -> Failure:
         return Failure("UsageError", message, _usage_hint(error, command), error.exit_code)
     if isinstance(error, OSError) and error.strerror:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = "free space on the disk of --output-dir, or choose another one" if full else None
+        number = error.errno or 0
+        hint = WRITES.get(number) if error.strerror == os.strerror(number) else None
         if error.errno == errno.ENAMETOOLONG:  # no file can have such a name, so the user has given it
             return Failure("UsageError", f"{where}{error.strerror}", "choose a shorter name", 2)
         return Failure(type(error).__name__, f"{where}{error.strerror}", hint, 1)

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import os
 import sys
 import traceback
 from contextlib import suppress
@@ -46,12 +47,21 @@ def _command() -> Any:
     return typer.main.get_command(app)
 
 
+def _check_working_directory() -> None:
+    """Raise UsageError if the working directory was deleted: libraries of torch would end the process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the working directory does not exist any more", hint="cd to another one") from None
+
+
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit code. Errors are reported on stderr."""
     output.reset(argv)
     try:
         if sys.flags.optimize > 1:
             raise UsageError("transformers needs docstrings, which PYTHONOPTIMIZE=2 (python -OO) strips: unset it")
+        _check_working_directory()
         code = _command()(argv, prog_name="specctl", standalone_mode=False)
         if code == 130:  # Typer has caught Ctrl-C without a message
             raise KeyboardInterrupt

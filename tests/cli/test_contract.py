@@ -191,6 +191,12 @@ def test_an_invalid_hf_endpoint_is_named(monkeypatch):
     assert explain(error).message.startswith("unexpected ValueError")
 
 
+@pytest.mark.parametrize(("number", "remedy"), [(errno.EFBIG, "raise ulimit -f"), (errno.EDQUOT, "free space")])
+def test_a_limit_of_the_system_names_its_remedy(number, remedy):
+    assert remedy in (explain(OSError(number, os.strerror(number), "runs/x")).hint or "")
+    assert explain(OSError(number, "larger than the limit of 9 bytes", "runs/x")).hint is None
+
+
 @pytest.mark.parametrize(("command", "place"), [("eval", "mine"), ("distill", "distilled/sql")])
 def test_a_full_disk_names_the_output(specctl, library, command, place):
     """A failing write carries no file name."""
@@ -472,6 +478,17 @@ def test_a_signal_during_imports_gives_its_exit_code(tmp_path, module, number, c
     found, _, said = ended("eval --dry-run", PYTHONPATH=search)
     assert found == code
     assert len(said.splitlines()) == 1 and said.startswith("error: ")
+
+
+def test_a_working_directory_that_is_gone_is_named(specctl, tmp_path, monkeypatch):
+    """Intel's MKL used to end the process with a message about libtorch."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = specctl("eval", "--dry-run")
+    monkeypatch.chdir(tmp_path)
+    assert done.code == 2
+    assert done.err == "error: the working directory does not exist any more (hint: cd to another one)\n"
 
 
 def test_a_warning_is_one_line(tmp_path):
