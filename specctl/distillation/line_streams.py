@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from specctl import progress, regular_files
 from specctl.distillation.rejections import EXPECTED
-from specctl.errors import DataError, brief
+from specctl.errors import DataError, one_line
 
 MAX_LINE_BYTES = 8 << 20  # traces of agents have a few MiB
 POLL_S = 0.2  # seconds that a signal may wait while stdin is silent
@@ -140,7 +140,8 @@ def _parquet(file: IO[bytes]) -> Iterator[bytes]:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256):
             yield from map(_row, batch.to_pylist())
     except (ValueError, OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"cannot read {file.name} as Parquet: {brief(str(error), 200)}") from None
+        hint = "write the file again, or give the rows as JSONL"
+        raise DataError(f"cannot read {file.name} as Parquet: {one_line(error)}", hint) from None
 
 
 def _row(cells: Mapping[Any, Any]) -> bytes:

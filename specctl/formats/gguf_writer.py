@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-ARCHITECTURE = "general.architecture"
+from specctl.decoding.models.gguf_file import ARCHITECTURE, Numbers
 
 
 def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -18,11 +17,11 @@ def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
     writer = GGUFWriter(path, metadata[ARCHITECTURE])
     for key, value in metadata.items():
-        if isinstance(value, list | np.ndarray) and not len(value):
+        if isinstance(value, list | Numbers) and not value:
             continue
-        if isinstance(value, np.ndarray):
+        if isinstance(value, Numbers):
             kind = GGUFValueType[value.dtype.name.upper()]
-            writer.add_key_value(key, value.tolist(), GGUFValueType.ARRAY, kind)
+            writer.add_key_value(key, list(value), GGUFValueType.ARRAY, kind)
         elif type(value) is int and value >= 0:
             (writer.add_uint32 if value < 2**32 else writer.add_uint64)(key, value)
         elif key != ARCHITECTURE:

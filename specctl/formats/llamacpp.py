@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specctl.decoding.models import gguf_file
+from specctl.decoding.models import gguf_file, gguf_target
+from specctl.decoding.models.gguf_file import ARCHITECTURE, Numbers
 from specctl.decoding.models.loading import is_gguf
 from specctl.errors import CheckpointError
 from specctl.families import FULL, SLIDING
 from specctl.formats import block_attention, dflash, eagle3
 from specctl.formats.block import EMBEDDING, MARKOV, MASK_FILE
-from specctl.formats.gguf_writer import ARCHITECTURE
 from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 
@@ -102,7 +102,7 @@ def _eagle3(head: Head, facts: TargetFacts, tokens: int) -> Files:
         )
     files = eagle3.write(head, facts, tokens, "vllm")
     metadata = {
-        "target_layers": np.array(head.architecture["taps"], np.int32),
+        "target_layers": Numbers.of(np.array(head.architecture["taps"], np.int32)),
         "target_hidden_size": facts.hidden_size,
         "norm_before_residual": bool(files.config.get("norm_before_residual")),
         "norm_before_fc": bool(files.config.get("norm_before_fc")),
@@ -131,7 +131,7 @@ def _dflash(head: Head, facts: TargetFacts, tokens: int) -> Files:
         embedding[shape["mask_token_id"]] = row
         tensors = tensors | {EMBEDDING: embedding}
     metadata = {
-        "target_layers": np.array(shape["taps"], np.int32),
+        "target_layers": Numbers.of(np.array(shape["taps"], np.int32)),
         "target_hidden_size": facts.hidden_size,
         "block_size": shape["block_size"],
         "sample_from_anchor": shape["sample_from_anchor"],
@@ -140,7 +140,7 @@ def _dflash(head: Head, facts: TargetFacts, tokens: int) -> Files:
     }
     if shape.get(block_attention.WINDOW):
         sliding = [kind == SLIDING for kind in block_attention.kinds(shape)]
-        metadata |= {WINDOW: shape[block_attention.WINDOW], PATTERN: np.array(sliding)}
+        metadata |= {WINDOW: shape[block_attention.WINDOW], PATTERN: Numbers.of(np.array(sliding))}
     files = _translated("dflash", files.config, metadata, tensors, facts)
     return replace(files, config=files.config | {MASK_TOKEN: shape["mask_token_id"]})
 
@@ -206,11 +206,11 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     kind = found.config[ARCHITECTURE]
     own = {key.removeprefix(f"{kind}."): value for key, value in found.config.items()}
     config = {key: own.get(theirs) for key, theirs in SIZES.items()}
-    config |= {key: float(str(np.float32(own[theirs]))) for key, theirs in REALS.items() if theirs in own}
+    config |= {key: gguf_target.shortest(own[theirs]) for key, theirs in REALS.items() if theirs in own}
     if own.get("rope.scaling.type", "none") != "none":
         raise found.invalid(f"{kind}.rope.scaling.type", own["rope.scaling.type"], "must be plain RoPE")
     layers = own.get("target_layers")
-    taps = layers.tolist() if isinstance(layers, np.ndarray) else []
+    taps = list(layers) if isinstance(layers, Numbers) else []
     if not taps or not all(type(tap) is int for tap in taps):
         raise found.invalid(f"{kind}.target_layers", layers, "must be the layers of the target that the head reads")
     count = config["num_hidden_layers"]
@@ -231,7 +231,7 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     config[block_attention.CAUSAL] = own.get(CAUSAL, False)
     if own.get(WINDOW):
         pattern = own.get(PATTERN)
-        sliding = pattern.tolist() if isinstance(pattern, np.ndarray) else []
+        sliding = pattern if isinstance(pattern, Numbers) else ()
         types = [SLIDING if slides else FULL for slides in sliding]
         config |= {block_attention.WINDOW: own[WINDOW], block_attention.TYPES: types}
     nested = {"target_layer_ids": [tap - 1 for tap in taps], "mask_token_id": found.config.get(MASK_TOKEN)}

@@ -8,6 +8,7 @@ traceback or fill the memory.
 import functools
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -21,6 +22,7 @@ from transformers import LlamaForCausalLM
 from specctl.decoding.models import gguf_blocks, gguf_file, gguf_target, gguf_tokenizer, identity
 from specctl.decoding.models.describe import describe
 from specctl.decoding.models.ends import load_layerless
+from specctl.decoding.models.gguf_file import Numbers
 from specctl.decoding.models.loading import is_hub_id, load_config, load_model, load_tokenizer
 from specctl.decoding.models.parallel import Slice, load_slice
 from specctl.decoding.sampling import GREEDY
@@ -200,8 +202,8 @@ def test_sentencepiece_merges_by_score():
     metadata = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": np.array(scores),
-        "tokenizer.ggml.token_type": np.array([2, 3] + [6] * 256 + [1] * 6),
+        "tokenizer.ggml.scores": Numbers.of(np.array(scores)),
+        "tokenizer.ggml.token_type": Numbers.of(np.array([2, 3] + [6] * 256 + [1] * 6)),
         "tokenizer.ggml.bos_token_id": 1,
     }
     built = Tokenizer.from_str(gguf_tokenizer.build("m", metadata, len(tokens)).document)
@@ -315,6 +317,7 @@ def key(name: bytes, kind: int, value: bytes) -> bytes:
         (pairs(key(b"a", 8, struct.pack("<Q", 2**64 - 1))), "more than fit in the file"),
         (pairs(key(b"a", 8, struct.pack("<Q", 1) + b"\xff")), "not UTF-8"),
         (pairs(key(b"a", 77, bytes(9))), "type 77"),
+        (pairs(key(b"general.architecture", 9, struct.pack("<IQI", 4, 1, 1))), "general.architecture is no name"),
         (pairs(key(b"general.alignment", 4, struct.pack("<I", 0))), "general.alignment"),
         (pairs(struct.pack("<QI", 0, 2**31) + bytes(99), tensors=1, count=0), "dimensions"),
         (pairs(struct.pack("<QIQQIQ", 0, 2, 2**63, 2**63, 0, 0) + bytes(99), tensors=1, count=0), "ends at byte"),
@@ -326,6 +329,64 @@ def key(name: bytes, kind: int, value: bytes) -> bytes:
 def test_a_damaged_header_is_refused(tmp_path, content, says):
     (tmp_path / "m.gguf").write_bytes(content)
     refused(tmp_path / "m.gguf", "m.gguf", says)
+
+
+LIST = Numbers.of(np.array([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("llama.attention.value_length", LIST, "value_length is (1, 2)"),
+        ("llama.rope.scaling.type", LIST, "scaled by (1, 2)"),
+        ("llama.rope.freq_base", 1e300, "rope.freq_base is 1e+300"),
+        ("tokenizer.ggml.model", LIST, "has kind (1, 2)"),
+        ("tokenizer.ggml.pre", LIST, "tokenizer.ggml.pre is (1, 2)"),
+        ("tokenizer.ggml.eos_token_id", LIST, "eos_token_id is (1, 2)"),
+        ("tokenizer.ggml.token_type", LIST, "token_type has 2 entries for 4,096 tokens"),
+        ("tokenizer.ggml.token_type", 0, "token_type is 0"),
+        ("tokenizer.ggml.merges", LIST, "merges is (1, 2)"),
+        ("tokenizer.ggml.add_bos_token", 0, "add_bos_token is 0"),
+        ("tokenizer.chat_template", 0, "chat_template is 0"),
+        ("tokenizer.ggml.tokens", ["x" * 5000], "5,000 characters"),
+    ],
+)
+def test_metadata_of_a_wrong_type_are_refused(file, monkeypatch, name, value, says):
+    """A list in place of a single value used to raise, and a wrong list of token types or merges to be ignored: texts
+    then had other ids."""
+    held = gguf_file.read(file)
+    metadata = held.metadata | {name: value}
+    if name.endswith("tokens"):
+        del metadata["tokenizer.ggml.token_type"]
+    monkeypatch.setattr(gguf_file, "read", lambda _: replace(held, metadata=metadata))
+    refused(file, says)
+
+
+def test_a_vocabulary_without_merges_is_refused(file, monkeypatch):
+    held = gguf_file.read(file)
+    metadata = {key: value for key, value in held.metadata.items() if key != "tokenizer.ggml.merges"}
+    monkeypatch.setattr(gguf_file, "read", lambda _: replace(held, metadata=metadata))
+    refused(file, "tokenizer.ggml.merges is missing")
+
+
+def test_a_key_or_a_tensor_that_comes_twice_is_refused(tmp_path):
+    entry = struct.pack("<QIQIQ", 0, 1, 8, 0, 0)
+    for content in (pairs(key(b"a", 4, bytes(4)), key(b"a", 4, bytes(4))), pairs(entry * 2, tensors=2, count=0)):
+        (tmp_path / "m.gguf").write_bytes(content + bytes(999))
+        refused(tmp_path / "m.gguf", "damaged", "twice")
+
+
+def test_a_tensor_in_another_place_is_refused(tmp_path):
+    """Its weights would be those of another tensor."""
+    (tmp_path / "m.gguf").write_bytes(pairs(struct.pack("<QIQIQ", 0, 1, 8, 0, 32), tensors=1, count=0) + bytes(999))
+    refused(tmp_path / "m.gguf", "has offset 32, expected 0")
+
+
+def test_a_scaling_factor_without_a_type_scales_linearly(directories, tmp_path):
+    """As in llama.cpp. The factor used to be ignored."""
+    write(directories("llama"), tmp_path / "m.gguf", **{"rope.scaling.factor": 4})
+    rope = load_config(str(tmp_path / "m.gguf")).rope_parameters
+    assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
 
 
 def test_a_truncated_file_is_refused(file, tmp_path):

@@ -10,6 +10,7 @@ import torch
 from specctl.cli.main import run
 from specctl.commands import export as exporting
 from specctl.commands.import_ import import_head
+from specctl.decoding.models.gguf_file import Numbers
 from specctl.decoding.models.loading import builtin_path
 from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError, UsageError
@@ -192,7 +193,7 @@ def test_empty_arrays_and_large_integers_are_written(tmp_path):
         "general.architecture": "eagle3",
         "tokenizer.ggml.merges": [],
         "large": 2**33,
-        "none": np.zeros(0, "<f4"),
+        "none": Numbers.of(np.zeros(0, "<f4")),
     }
     write_gguf(tmp_path / "m.gguf", metadata, {"fc.weight": torch.zeros(2, 2)})
     fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
@@ -204,6 +205,9 @@ def test_empty_arrays_and_large_integers_are_written(tmp_path):
     [
         ("eagle3.target_layers", [2, 5], "fc.weight is of shape"),
         ("eagle3.target_layers", "2", "target_layers is 2"),
+        ("eagle3.rope.freq_base", "1e4", "rope_theta is 1e4"),
+        ("eagle3.rope.freq_base", Numbers.of(np.ones(2, "<f4")), "rope_theta is .1.0, 1.0"),
+        ("eagle3.rope.scaling.type", Numbers.of(np.ones(2, "<f4")), "rope.scaling.type is .1.0, 1.0"),
         ("eagle3.block_count", 0, "block_count is 0"),
         ("eagle3.embedding_length", 8, "hidden_size is 8"),
         ("eagle3.rope.scaling.type", "yarn", "rope.scaling.type is yarn"),

@@ -25,10 +25,27 @@ MOST_DIMENSIONS = 4
 MOST_PARTS = 1000
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+ARCHITECTURE = "general.architecture"
 ALIGNMENT = 32  # alignment of the tensors, if the metadata name no other
 I64 = 27  # type of a draft vocabulary in a head's file; models have no tensors of integers
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 REDOWNLOAD_HINT = "copy the file again"
+
+
+class Numbers(tuple[Any, ...]):
+    """An array of numbers in the metadata. Unlike a numpy array it can be compared with a value of any type.
+
+    Attributes:
+        dtype: type of the numbers in the file.
+    """
+
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, array: np.ndarray[Any, Any]) -> "Numbers":
+        made = cls(array.tolist())
+        made.dtype = array.dtype
+        return made
 
 
 @dataclass(frozen=True)
@@ -53,7 +70,7 @@ class GGUFContents:
     """A model in one GGUF file or in several parts.
 
     Attributes:
-        metadata: metadata of the first part. Arrays of numbers are numpy arrays, other arrays lists of strings.
+        metadata: metadata of the first part. Arrays of numbers are `Numbers`, other arrays lists of strings.
         headers: path of each part, and the number of bytes before its first tensor.
     """
 
@@ -122,7 +139,9 @@ def _read(path: Path, _: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Sto
                 )
             if version not in VERSIONS:
                 supported = " and ".join(map(str, VERSIONS))
-                raise CheckpointError(f"GGUF file {path} has version {version}; {supported} are supported")
+                raise CheckpointError(
+                    f"GGUF file {path} has version {version}; {supported} are supported", "convert the model again"
+                )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Reader(path, data).contents()
     except OSError as error:
@@ -143,13 +162,25 @@ class _Reader:
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._string()
+            if key in metadata:
+                raise _damaged(self.path, f"its metadata have {key:.60} twice")
             metadata[key] = self._value(key, self._number("I"))
+        if not isinstance(metadata.get(ARCHITECTURE, ""), str):
+            raise _damaged(self.path, f"{ARCHITECTURE} is no name")
         entries = [self._entry() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or not 0 < alignment <= MOST_HEADER:
             raise _damaged(self.path, f"general.alignment is {alignment!r:.60}")
         end = -(-self.at // alignment) * alignment
-        return metadata, {entry[0]: self._placed(*entry, end) for entry in entries}, end
+        placed: dict[str, StoredTensor] = {}
+        expected = 0
+        for name, shape, kind, offset in entries:
+            if name in placed or offset != expected:  # llama.cpp refuses these, too
+                why = "is there twice" if name in placed else f"has offset {offset:,}, expected {expected:,}"
+                raise _damaged(self.path, f"tensor {name:.60} {why}")
+            placed[name] = self._placed(name, shape, kind, end + offset)
+            expected += -(-placed[name].size // alignment) * alignment
+        return metadata, placed, end
 
     def _take(self, size: int) -> int:
         """Advance by `size` bytes and return the position before them."""
@@ -186,7 +217,7 @@ class _Reader:
         if element in SCALARS:
             numbers = np.dtype(SCALARS[element]).newbyteorder("<")
             self._check_room(count, numbers.itemsize)
-            return np.frombuffer(self.data[self._take(count * numbers.itemsize) : self.at], numbers)
+            return Numbers.of(np.frombuffer(self.data[self._take(count * numbers.itemsize) : self.at], numbers))
         if element == STRING:
             self._check_room(count, 8)
             return [self._string() for _ in range(count)]
@@ -200,17 +231,17 @@ class _Reader:
         shape = tuple(self._number("Q") for _ in range(dimensions))
         return name, shape[::-1], self._number("I"), self._number("Q")
 
-    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int, end: int) -> StoredTensor:
+    def _placed(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> StoredTensor:
         block, width = block_of(self.path, name, kind)
         if not shape or shape[-1] % block:
             raise _damaged(
                 self.path, f"tensor {name:.60} of shape {list(shape)} does not divide into blocks of {block}"
             )
         size = math.prod(shape) // block * width
-        if end + offset + size > len(self.data):
-            needed = end + offset + size
+        if start + size > len(self.data):
+            needed = start + size
             raise _damaged(self.path, f"it has {len(self.data):,} bytes, but tensor {name:.60} ends at byte {needed:,}")
-        return StoredTensor(self.path, kind, shape, end + offset, size)
+        return StoredTensor(self.path, kind, shape, start, size)
 
 
 @functools.cache

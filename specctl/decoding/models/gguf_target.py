@@ -26,7 +26,7 @@ from specctl.runs import atomic_write
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """GGUF's architecture names, which are also `transformers`' model types, and their model classes."""
-CACHE_VERSION = 1  # version of the cached directories; increase it when their contents change
+CACHE_VERSION = 2  # version of the cached directories; increase it when their contents change
 LARGEST = 2**31  # upper limit of the sizes in the metadata
 MOST_LAYERS = 1000
 FREQUENCIES = "rope_freqs.weight"
@@ -155,22 +155,30 @@ class _Metadata:
         """A positive integer."""
         value = self.get(key, default)
         if type(value) is not int or not 0 < value < LARGEST:
-            shown = "a list (the layers differ)" if isinstance(value, np.ndarray) else f"{value!r:.60}"
+            shown = "a list (the layers differ)" if isinstance(value, gguf_file.Numbers) else f"{value!r:.60}"
             raise self.unsupported(f"{self.architecture}.{key} is {shown}, not a single positive integer")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A positive number. The file has it in fp32; returns the shortest decimal number with the same fp32 value."""
+        """A positive number, as `shortest` of the file's."""
         value = self.get(key, default)
-        if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
-            raise self.unsupported(f"{self.architecture}.{key} is {value!r:.60}, not a positive number")
-        return float(str(np.float32(value)))
+        found = shortest(value)
+        if type(found) is not float or not (math.isfinite(found) and found > 0):
+            raise self.unsupported(f"{self.architecture}.{key} is {value!r:.60}, not a positive number in fp32")
+        return found
+
+
+def shortest(value: Any) -> Any:
+    """The shortest decimal number with the fp32 value of a number in the metadata. Other values are unchanged."""
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value))) if type(value) in (int, float) else value
 
 
 def _rope(name: str, facts: _Metadata, frequencies: StoredTensor | None, dimension: int) -> dict[str, Any]:
     """The `rope_parameters` for config.json."""
     theta = facts.real("rope.freq_base", 10000.0)
-    kind = facts.get("rope.scaling.type", "none")
+    scaled_by = f"{facts.architecture}.rope.scaling.factor" in facts.metadata
+    kind = facts.get("rope.scaling.type", "linear" if scaled_by else "none")  # as in llama.cpp
     if frequencies is not None:
         found = _llama3(name, frequencies, theta, dimension)
         if found and kind != "none":
@@ -198,7 +206,8 @@ def _llama3(name: str, frequencies: StoredTensor, theta: float, dimension: int) 
     """
     if frequencies.shape != (dimension // 2,):
         raise CheckpointError(
-            f"target {name}: {FREQUENCIES} has shape {list(frequencies.shape)}, not [{dimension // 2}]"
+            f"target {name}: {FREQUENCIES} has shape {list(frequencies.shape)}, not [{dimension // 2}]",
+            gguf_file.REDOWNLOAD_HINT,
         )
     held = dequantised(frequencies, torch.float32).double()
     if bool((held == 1).all()):
@@ -273,7 +282,14 @@ def _check_tensors(name: str, contents: GGUFContents, wanted: dict[str, GGUFPara
             raise CheckpointError(f"target {name}: the GGUF file lacks the tensor {tensor}", gguf_file.REDOWNLOAD_HINT)
         if held.shape != parameter.shape:
             shapes_differ = f"{list(held.shape)}, but its metadata requires {list(parameter.shape)}"
-            raise CheckpointError(f"target {name}: the tensor {tensor} of the GGUF file has shape {shapes_differ}")
+            raise CheckpointError(
+                f"target {name}: the tensor {tensor} of the GGUF file has shape {shapes_differ}",
+                gguf_file.REDOWNLOAD_HINT,
+            )
+        if held.kind == gguf_file.I64:
+            raise CheckpointError(
+                f"target {name}: the tensor {tensor} of the GGUF file holds integers", gguf_file.REDOWNLOAD_HINT
+            )
     unexpected = sorted(contents.tensors.keys() - wanted.keys() - {FREQUENCIES})
     if unexpected:
         raise CheckpointError(

@@ -6,13 +6,25 @@ from the model's training (SmolLM's digits). This module follows llama.cpp, whic
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from specctl.decoding.models.gguf_file import Numbers
+from specctl.errors import CheckpointError, one_line
 
-from specctl.errors import CheckpointError
-
+TOKENS, TYPES, SCORES, MERGES = (f"tokenizer.ggml.{key}" for key in ("tokens", "token_type", "scores", "merges"))
+ADD_BOS, ADD_EOS, ADD_SPACE = (f"tokenizer.ggml.add_{key}" for key in ("bos_token", "eos_token", "space_prefix"))
+TEMPLATE = "tokenizer.chat_template"
+VALUES: dict[str, type] = {
+    **dict.fromkeys((TYPES, SCORES), Numbers),
+    **dict.fromkeys((ADD_BOS, ADD_EOS, ADD_SPACE), bool),
+    **dict.fromkeys((TEMPLATE, "tokenizer.ggml.pre"), str),
+    MERGES: list,
+}
+"""Types of the metadata."""
+LONGEST_TOKEN = 2000  # characters; a token is cut after each of them
+CONVERT_HINT = "convert the model again, together with its tokenizer"
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
 SPACE = "▁"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -91,12 +103,10 @@ def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
 
     Raises CheckpointError: there is no tokenizer, its kind is not supported, or its parts contradict each other.
     """
-    kind = metadata.get("tokenizer.ggml.model")
-    tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get(TOKENS)
     if kind is None or not isinstance(tokens, list) or not tokens:
         raise CheckpointError(
-            f"target {name}: the GGUF file has no tokenizer (tokenizer.ggml.model and .tokens)",
-            "convert the model again, together with its tokenizer",
+            f"target {name}: the GGUF file has no tokenizer (tokenizer.ggml.model and .tokens)", CONVERT_HINT
         )
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(
@@ -104,8 +114,11 @@ def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
             "use a file with a gpt2 or llama tokenizer, or the model's safetensors files",
         )
     if len(tokens) > rows:
-        raise CheckpointError(f"target {name}: the GGUF file has {len(tokens):,} tokens, but only {rows:,} embeddings")
-    kinds = kinds.tolist() if isinstance(kinds, np.ndarray) and len(kinds) == len(tokens) else [1] * len(tokens)
+        raise CheckpointError(
+            f"target {name}: the GGUF file has {len(tokens):,} tokens, but only {rows:,} embeddings", CONVERT_HINT
+        )
+    _check(name, metadata, kind)
+    kinds = metadata.get(TYPES, (1,) * len(tokens))
     special = {
         f"{ours}_token_id": _id(name, metadata, theirs, len(tokens))
         for ours, theirs in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
@@ -119,17 +132,33 @@ def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
     except CheckpointError:
         raise
     except Exception as error:  # contradictory parts can make `tokenizers` raise anything
-        raise CheckpointError(f"target {name}: the tokenizer of the GGUF file is damaged: {error}") from error
+        raise _damaged(name, one_line(error)) from error
     ends = {special["eos_token_id"], *(_id(name, metadata, key, len(tokens)) for key in ("eot", "eom"))} - {None}
     ends |= {number for number, token in enumerate(tokens) if kinds[number] == CONTROL and token in ENDS}
-    template = metadata.get("tokenizer.chat_template")
-    return GGUFTokenizer(
-        document,
-        special,
-        sorted(number for number in ends if number is not None),
-        tokens,
-        template if isinstance(template, str) else None,
-    )
+    known = sorted(number for number in ends if number is not None)
+    return GGUFTokenizer(document, special, known, tokens, metadata.get(TEMPLATE))
+
+
+def _check(name: str, metadata: dict[str, Any], kind: str) -> None:
+    """Raise CheckpointError if a value is missing, has a wrong type, or belongs to other tokens. Without it texts would
+    get other ids."""
+    tokens = metadata[TOKENS]
+    required = {"gpt2": MERGES, "llama": SCORES}[kind]
+    if required not in metadata:
+        raise _damaged(name, f"{required} is missing")
+    for key, wanted in VALUES.items():
+        value = metadata.get(key)
+        if value is not None and not isinstance(value, wanted):
+            raise _damaged(name, f"{key} is {value!r:.60}")
+        if isinstance(value, Numbers) and len(value) != len(tokens):
+            raise _damaged(name, f"{key} has {len(value):,} entries for {len(tokens):,} tokens")
+    longest = max(map(len, tokens))
+    if longest > LONGEST_TOKEN:
+        raise _damaged(name, f"a token has {longest:,} characters, more than {LONGEST_TOKEN:,}")
+
+
+def _damaged(name: str, what: str) -> CheckpointError:
+    return CheckpointError(f"target {name}: the tokenizer of the GGUF file is damaged: {what}", CONVERT_HINT)
 
 
 def _id(name: str, metadata: dict[str, Any], key: str, count: int) -> int | None:
@@ -139,7 +168,9 @@ def _id(name: str, metadata: dict[str, Any], key: str, count: int) -> int | None
         return None
     if type(value) is not int or not 0 <= value < count:
         raise CheckpointError(
-            f"target {name}: the GGUF file has {count:,} tokens, but its tokenizer.ggml.{key}_token_id is {value!r:.60}"
+            f"target {name}: the GGUF file has {count:,} tokens, but its tokenizer.ggml.{key}_token_id is "
+            f"{value!r:.60}",
+            CONVERT_HINT,
         )
     return value
 
@@ -154,7 +185,7 @@ def _byte_level(name: str, metadata: dict[str, Any], tokens: list[str], pre: Any
             f"use one of {', '.join(SPLITS)} (tokenizer.ggml.pre), or the model's safetensors files",
         )
     merges = []
-    for merge in metadata.get("tokenizer.ggml.merges", []):
+    for merge in metadata[MERGES]:
         cut = merge.find(" ", 1)  # the first part may be a space
         merges.append((merge[:cut], merge[cut + 1 :]))
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -166,11 +197,11 @@ def _byte_level(name: str, metadata: dict[str, Any], tokens: list[str], pre: Any
     return model
 
 
-def _sentencepiece(metadata: dict[str, Any], tokens: list[str], kinds: list[int]) -> Any:
+def _sentencepiece(metadata: dict[str, Any], tokens: list[str], kinds: Sequence[int]) -> Any:
     """SentencePiece's BPE: it merges the pair with the best score first; text without a token becomes bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = metadata["tokenizer.ggml.scores"].tolist()
+    scores = metadata[SCORES]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     usual = {token for token, kind in zip(tokens, kinds, strict=True) if kind not in (UNKNOWN, CONTROL, BYTE, UNUSED)}
     merges = [
@@ -189,7 +220,7 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], kinds: list[int]
             byte_fallback=True,
         )
     )
-    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefixed = metadata.get(ADD_SPACE, True)
     steps = [normalizers.Prepend(SPACE)] if prefixed else []
     model.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     trimmed = [decoders.Strip(" ", 1, 0)] if prefixed else []
@@ -199,7 +230,7 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], kinds: list[int]
     return model
 
 
-def _add_special(model: Any, tokens: list[str], kinds: list[int]) -> None:
+def _add_special(model: Any, tokens: list[str], kinds: Sequence[int]) -> None:
     """Register tokens that are matched whole in a text, before any splitting."""
     from tokenizers import AddedToken
 
@@ -217,8 +248,8 @@ def _add_ends(
     """Add the tokens that are put before and after a text, if the file says so."""
     from tokenizers import processors
 
-    first = special["bos_token_id"] if metadata.get("tokenizer.ggml.add_bos_token", begins) else None
-    last = special["eos_token_id"] if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    first = special["bos_token_id"] if metadata.get(ADD_BOS, begins) else None
+    last = special["eos_token_id"] if metadata.get(ADD_EOS, False) else None
     around = {name: number for name, number in (("BOS", first), ("EOS", last)) if number is not None}
     if around:
         before, after = ["BOS"] * ("BOS" in around), ["EOS"] * ("EOS" in around)
