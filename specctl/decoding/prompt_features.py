@@ -28,6 +28,11 @@ def features_of(states: Tensor) -> Features:
     return mean.double().numpy()
 
 
+def width(target: Target, taps: Sequence[int]) -> int:
+    """Number D of the features that a prompt has at layers `taps`."""
+    return min(len(taps) * target.hidden_size, FEATURES)
+
+
 @functools.lru_cache(maxsize=4)
 def _projection(size: int) -> Tensor:
     """[size, D] random signs, scaled so that the projection preserves lengths."""

@@ -95,7 +95,8 @@ def build_or_raise(make: Callable[[], Made]) -> Made:
 
 
 def check_tensors(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError for the first tensor that is missing, unexpected, or of a wrong shape or kind of dtype."""
+    """Raise CheckpointError for the first tensor that is missing, unexpected, of a wrong shape or kind of dtype, or has
+    values that are not finite."""
     for name, tensor in wanted.items():
         if name not in found:
             raise config_error(
@@ -113,6 +114,13 @@ def check_tensors(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> 
             raise config_error(WEIGHTS, name, f"{shapes}: the files do not match")
         if tensor.is_floating_point() != wanted[name].is_floating_point() or tensor.is_complex():
             raise config_error(WEIGHTS, name, f"has dtype {tensor.dtype}, but should have {wanted[name].dtype}")
+        check_finite(name, tensor)
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError if a tensor contains values that are not finite."""
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        raise config_error(WEIGHTS, name, "contains values that are not finite")
 
 
 def shortened_repr(value: Any) -> str:

@@ -8,6 +8,7 @@ adapter_*           of a LoRA adapter: the same weights for peft, which applies 
 manifest.json       size and sha256 of every other file, written last
 """
 
+import json
 import os
 import re
 import secrets
@@ -16,8 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -44,6 +46,32 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     info: dict[str, Any]
     path: Path
+
+
+@dataclass(frozen=True)
+class _Kind:
+    mean: Annotated[list[FiniteFloat], Field(min_length=1)]
+    error: Annotated[FiniteFloat, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    taps: list[int]
+    kinds: dict[str, _Kind]
+
+
+@dataclass(frozen=True)
+class _Info:
+    """Types of the keys of drafter.json that are read again. It may have others."""
+
+    domain: str | list[str] | None = None
+    train_tokens: int | None = None
+    mat: dict[str, FiniteFloat] | None = None
+    expected_mat: dict[str, FiniteFloat] | None = None
+    prompts: _Prompts | None = None
+
+
+_INFO = TypeAdapter(_Info)
 
 
 def save(
@@ -142,12 +170,23 @@ def load(directory: str | Path) -> Checkpoint:
         raise CheckpointError(
             f'{path / CONFIG} lacks "family" or "target"', hint="use a drafter that specctl has written"
         )
-    return Checkpoint(config, tensors, read_json(path / INFO), path)
+    return Checkpoint(config, tensors, _read_info(path / INFO), path)
 
 
 def read_info(directory: str | Path) -> dict[str, Any]:
     """Read a drafter's description, drafter.json, without its weights. Raises CheckpointError."""
-    return read_json(existing_directory(Path(directory)) / INFO)
+    return _read_info(existing_directory(Path(directory)) / INFO)
+
+
+def _read_info(path: Path) -> dict[str, Any]:
+    info = read_json(path)
+    try:
+        _INFO.validate_json(json.dumps(info), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, first["loc"][:4]))
+        raise CheckpointError(f"{path}: {key}: {first['msg']}", hint=RECOPY_HINT) from error
+    return info
 
 
 def fingerprint(directory: str | Path) -> str:

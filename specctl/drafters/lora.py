@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from specctl.decoding.models.linear import Linear
 from specctl.decoding.protocols import Drafter
-from specctl.drafters.blueprint import CONFIG, WEIGHTS, config_error, read, shortened_repr
+from specctl.drafters.blueprint import CONFIG, WEIGHTS, check_finite, config_error, read, shortened_repr
 from specctl.errors import RecipeError
 from specctl.recipe import LoraRecipe
 
@@ -81,6 +81,7 @@ class Adapter:
                 raise config_error(
                     WEIGHTS, name, f"has shape {list(tensor.shape)}, but {CONFIG} says rank {shape.rank}"
                 )
+            check_finite(name, tensor)
         downs = {name.removesuffix(DOWN): tensor for name, tensor in tensors.items() if name.endswith(DOWN)}
         scale = shape.alpha / shape.rank
         return cls({name: (down, tensors[name + UP] * scale) for name, down in downs.items()})

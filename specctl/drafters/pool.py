@@ -218,7 +218,7 @@ def find_base(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
     recorded = Path(os.path.normpath(here / wanted.path))
     neighbours = sorted(path for path in here.parent.iterdir() if path != here and checkpoint.is_drafter(path))
     for path in (recorded, *neighbours):
-        if checkpoint.is_drafter(path) and checkpoint.weights_digest(path) == wanted.sha256:
+        if _has_weights(path, wanted.sha256):
             base = checkpoint.load(path)
             if base.config["family"] == found.config["family"]:
                 return base
@@ -226,6 +226,14 @@ def find_base(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
         f"{found.path} is an adapter of {wanted.path}, which is missing or has different weights",
         hint="put the base back, or put it next to the adapter",
     )
+
+
+def _has_weights(path: Path, digest: str) -> bool:
+    """Whether a directory is a drafter with these weights. A damaged neighbour of an adapter is not."""
+    try:
+        return checkpoint.is_drafter(path) and checkpoint.weights_digest(path) == digest
+    except CheckpointError:
+        return False
 
 
 def _drafter(found: checkpoint.Checkpoint, target: Target, drafting: DraftingRecipe) -> Drafter:

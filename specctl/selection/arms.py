@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specctl import progress
 from specctl.decoding.plain import NoDraft
-from specctl.decoding.prompt_features import PromptClusters
+from specctl.decoding.prompt_features import PromptClusters, width
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, pool
@@ -113,6 +113,7 @@ def trained_on(places: Mapping[str, str], target: Target) -> dict[str, PromptClu
         name: (tuple(prompts["taps"]), [(kind["mean"], kind["error"]) for kind in prompts["kinds"].values()])
         for name, prompts in recorded.items()
         if prompts and all(tap in layers for tap in prompts["taps"])
+        if all(len(kind["mean"]) == width(target, prompts["taps"]) for kind in prompts["kinds"].values())
     }
     counts = Counter(taps for taps, _ in known.values())
     used = max(counts, key=lambda taps: (counts[taps], taps), default=())

@@ -157,6 +157,15 @@ def test_weights_of_the_wrong_name_shape_or_type_are_named(changed, tensors):
     assert f"model.safetensors: {next(iter(tensors))}" in changed("eagle3", tensors=tensors).replace("'", "")
 
 
+@pytest.mark.parametrize("family", ["eagle3", "hydra", "lm", "lora"])
+def test_weights_that_are_not_finite_are_refused(changed, drafters, family):
+    """Such a drafter used to load, and its drafts were never accepted."""
+    weights = load_file(drafters[family] / "model.safetensors")
+    name, tensor = next((name, one) for name, one in weights.items() if one.dim() == 2)
+    tensor[1, 1] = math.nan
+    assert f"model.safetensors: {name}: contains values that are not finite" in changed(family, tensors={name: tensor})
+
+
 @pytest.mark.parametrize("id", [4096, 10**6, -2])
 def test_a_store_with_token_ids_outside_the_vocabulary_is_refused(changed, drafters, id):
     tokens = load_file(drafters["retrieval"] / "model.safetensors")["tokens"].clone()

@@ -47,6 +47,34 @@ def test_a_saved_drafter_loads_unchanged(drafter):
     assert torch.equal(found.tensors["b"], torch.arange(5))
 
 
+KIND = {"mean": [0.5], "error": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("domain", 2),
+        ("train_tokens", "many"),
+        ("mat", [3.5]),
+        ("mat", {"sql": "3.5"}),
+        ("mat", {"sql": float("nan")}),
+        ("prompts", {"taps": 2, "kinds": {}}),
+        ("prompts", {"kinds": {}}),
+        ("prompts", {"taps": [2], "kinds": [KIND]}),
+        ("prompts", {"taps": [2], "kinds": {"sql": KIND | {"mean": [[0.5]]}}}),
+        ("prompts", {"taps": [2], "kinds": {"sql": KIND | {"error": None}}}),
+    ],
+)
+def test_a_wrong_value_of_the_description_is_named(drafter, key, value):
+    """Cards, hybrids, pools and `--init auto` read these keys. They used to raise in each of them."""
+    (drafter / "drafter.json").write_text(json.dumps(INFO | {key: value}))
+    with pytest.raises(CheckpointError, match=rf"drafter\.json: {key}"):
+        checkpoint.read_info(drafter)
+    change_manifest(drafter, lambda manifest: manifest.update(files=checkpoint.digests(drafter)))
+    with pytest.raises(CheckpointError, match=rf"drafter\.json: {key}"):
+        checkpoint.load(drafter)
+
+
 def test_views_are_stored_by_value(tmp_path):
     """A transposed or sliced weight shares its storage with a larger tensor, which must not be written."""
     matrix = torch.randn(4, 6)

@@ -141,10 +141,13 @@ def test_a_base_moves_with_its_adapter_and_is_checked_by_hash(place, target):
     (place / "elsewhere").mkdir()
     for name in ("a", "base"):
         (place / name).rename(place / "elsewhere" / name)
+    (place / "elsewhere/base").rename(place / "elsewhere/moved")
+    (place / "elsewhere/damaged").mkdir()
+    (place / "elsewhere/damaged/manifest.json").write_text("{")  # it used to end the search
     pool.load_drafter(str(place / "elsewhere/a"), target, DraftingRecipe())
     with pytest.raises(CheckpointError, match=r"adapter of \.\./base"):
         pool.load_drafter(str(place / "b"), target, DraftingRecipe())
-    other = checkpoint.load(place / "elsewhere/base")
+    other = checkpoint.load(place / "elsewhere/moved")
     tensors = {name: tensor + 1 if name == "fc.weight" else tensor for name, tensor in other.tensors.items()}
     checkpoint.save(place / "base", config=other.config, tensors=tensors, info={})
     with pytest.raises(CheckpointError, match="different weights"):
