@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl import lock, progress
 from specctl.cli.output import cell, output
-from specctl.errors import CheckpointError, SpecctlError, UsageError
+from specctl.errors import CheckpointError, SpecctlError, UsageError, did_you_mean
 from specctl.families import TEXT_DRAFTERS, WEIGHTLESS_DRAFTERS
 from specctl.redaction import redacted
 
@@ -133,7 +134,7 @@ def check_drafters(names: list[str], drafting: DraftingRecipe | None = None) -> 
             raise UsageError(f"{name}: {parts[0]} is not a trained drafter", HYBRIDS)
         for part in parts:
             if part not in WEIGHTLESS_DRAFTERS:
-                check_directory(part, otherwise=f", or {', '.join(WEIGHTLESS_DRAFTERS)}")
+                check_directory(part, [*WEIGHTLESS_DRAFTERS])
         if len(parts) > 1:
             _check_hybrid(name, parts, drafting)
     if drafting and drafting.rescore and all(len(parts_of(name)) == 1 for name in names):
@@ -185,13 +186,17 @@ def check_made_for(target: TargetRecipe, names: Iterable[str], *, strict: bool =
             progress.warn(f"{part} is left out of the pool: {error.message}")
 
 
-def check_directory(name: str, otherwise: str = "") -> None:
+def check_directory(name: str, others: Sequence[str] = ()) -> None:
     """Check that `name` is the directory of a drafter. Raises UsageError, CheckpointError.
 
-    `otherwise`: other valid names, for the hint.
+    `others`: other valid names, for the hint.
     """
     if not os.path.isdir(name):  # unlike `Path.is_dir`, False and not an error for a name that is too long
-        raise UsageError(f"no drafter {name}", hint=f"name a directory written by specctl train-drafter{otherwise}")
+        neighbors = glob.glob(os.path.join(glob.escape(os.path.dirname(name)), "*"))
+        near = did_you_mean(name, [*neighbors, *others])
+        otherwise = f", or {', '.join(others)}" if others else ""
+        hint = f"{near} " * bool(near) + f"name a directory written by specctl train-drafter{otherwise}"
+        raise UsageError(f"no drafter {name}", hint)
     if not (Path(name) / "config.json").is_file():
         raise CheckpointError(f"{name} is not a drafter: it has no config.json", hint="see specctl train-drafter")
 

@@ -10,6 +10,7 @@ from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.options import DATA, TARGET
 from specctl.cli.output import fields
 from specctl.errors import CheckpointError, UsageError
+from specctl.formats.registry import DOWNLOAD
 
 if TYPE_CHECKING:
     from specctl.recipe import ImportRecipe
@@ -44,7 +45,7 @@ def check_head(source: Path) -> None:
     if (source / checkpoint.INFO).is_file():
         raise UsageError(f"{source} is a drafter of specctl already", hint=f"use it as it is: --drafter {source}")
     if not source.is_dir():
-        raise UsageError(f"no head {source}", hint=f"download it first: hf download {source} --local-dir DIR")
+        raise UsageError(f"no head {source}", DOWNLOAD)
     if not (source / "config.json").is_file() and not any(source.glob("*.gguf")):
         raise CheckpointError(f"{source} has no config.json", hint="a head has config.json and weights, or a GGUF file")
 

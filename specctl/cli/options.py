@@ -1,6 +1,5 @@
 """Command-line flags of the commands that run a recipe, with the recipe keys set by each flag."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,37 +7,39 @@ from typing import Annotated, Any
 
 import typer
 
-from specctl.errors import UsageError
+from specctl import regular_files
+from specctl.errors import UsageError, brief
 from specctl.families import FAMILIES, STREAM_RETRIEVAL, TEXT_DRAFTERS, listed, online_families
 from specctl.formats.registry import readers
 
+OBJECT = """such as '{"enable_thinking": false}'"""
 SWITCH = " "  # metavar of a switch, which takes no value
 
 
-def _comma_separated(kind: Callable[[str], Any], wrong: str, example: str) -> Callable[[str], list[Any]]:
-    """Return the conversion of a text to a list of numbers. `wrong`: message for another text, which stands for {}."""
+def _comma_separated(kind: Callable[[str], Any], wanted: str, example: str) -> Callable[[str], list[Any]]:
+    """Return the conversion of a text to a list of numbers. `wanted`: what another text is not, for its message."""
 
     def convert(text: str) -> list[Any]:
         try:
             return [kind(part) for part in text.split(",")]
         except ValueError:
-            raise UsageError(wrong.format(repr(text)), hint=f"such as {example}") from None
+            raise UsageError(f"{brief(text)!r} is not {wanted}", hint=f"such as {example}") from None
 
     return convert
 
 
-_comma_ints = _comma_separated(int, "{} is not a list of whole numbers", "0,1,2")
-_comma_floats = _comma_separated(float, "--temperature: {} is not a number or a list of them", "0,0.7")
-_numbers = _comma_separated(float, "{} is not a list of numbers", "2,2.5,3")
+_comma_ints = _comma_separated(int, "a list of whole numbers", "0,1,2")
+_comma_floats = _comma_separated(float, "a number or a list of them", "0,0.7")
+_numbers = _comma_separated(float, "a list of numbers", "2,2.5,3")
 
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--chat-template-kwargs: not JSON: {error}") from None
+        value = regular_files.parse_json(text)
+    except ValueError as error:
+        raise UsageError(f"not JSON: {error}", OBJECT) from None
     if not isinstance(value, dict):
-        raise UsageError("--chat-template-kwargs: needs a JSON object", hint="""such as '{"enable_thinking": false}'""")
+        raise UsageError("needs a JSON object", OBJECT)
     return value
 
 
@@ -251,8 +252,16 @@ def settings(given: dict[str, Any], command: str) -> list[Any]:
         for key in flag.keys:
             path = tuple(key.split("."))
             if path[0] in fields:  # a recipe may have one of the two keys of --seed
-                overrides.append(Setting(path, flag.convert(value) if flag.convert else value, origin))
+                overrides.append(Setting(path, _converted(flag, value, origin), origin))
     return overrides
+
+
+def _converted(flag: Flag, value: Any, origin: str) -> Any:
+    """The value of the keys of a flag. UsageError names the flag, typed as `origin`."""
+    try:
+        return flag.convert(value) if flag.convert else value
+    except UsageError as error:
+        raise UsageError(f"{origin}: {error.message}", error.hint) from None
 
 
 def spelling(name: str) -> str:

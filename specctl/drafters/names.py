@@ -21,7 +21,8 @@ SAMPLED = "a hybrid cannot sample its proposals", "set drafting.proposal to anot
 
 
 def parts_of(path_or_name: str) -> list[str]:
-    """Split a name into its drafters: two for a hybrid `a+b`, one if a directory has exactly that name."""
+    """Split a name into its drafters: two for a hybrid `a+b`, one if a directory has exactly that name, or if neither
+    of two exists: then an error names all of it."""
     if _is_there(path_or_name) or "+" not in path_or_name:
         return [path_or_name]
     first, _, second = path_or_name.rpartition("+")
@@ -29,7 +30,8 @@ def parts_of(path_or_name: str) -> list[str]:
     while not _is_there(second) and _is_there(f"{first.rpartition('+')[2]}+{second}"):
         first, _, last = first.rpartition("+")
         second = f"{last}+{second}"
-    return [first, second] if first and second else [path_or_name]
+    whole = not first or not second or not (_is_there(first) or _is_there(second))
+    return [path_or_name] if whole else [first, second]
 
 
 def _is_there(path_or_name: str) -> bool:

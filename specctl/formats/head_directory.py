@@ -18,6 +18,7 @@ from specctl import regular_files
 from specctl.decoding.models import gguf_file, gguf_target
 from specctl.drafters.mtp import layouts
 from specctl.errors import CheckpointError, UsageError, brief
+from specctl.formats.registry import DOWNLOAD
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt", "*.gguf")
 """File names of weights, in order of preference. A pickle is opened only if there is nothing better."""
@@ -61,9 +62,7 @@ def read(directory: str | Path) -> HeadDirectory:
     if root.suffix == ".gguf" and root.is_file():
         return _gguf(root)
     if not root.is_dir():
-        raise UsageError(
-            f"no head directory {directory}", f"download it first: hf download {directory} --local-dir DIR"
-        )
+        raise UsageError(f"no head directory {directory}", DOWNLOAD)
     files = next((found for pattern in WEIGHTS if (found := sorted(root.glob(pattern)))), [])
     if files and files[0].suffix == ".gguf":
         return _gguf(files[0])

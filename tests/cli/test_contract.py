@@ -141,9 +141,15 @@ def test_a_hint_follows_all_lines_of_a_message(specctl, library):
         (["train-drafter", "--arch", "x"], "error: --arch: should be 'eagle', "),
         (["generate", "hi", "--dtype", "x"], "error: --dtype: target.dtype: should be 'auto', "),
         (["distill", "batch_size=x"], "error: batch_size=x: should be a valid integer"),
+        (["eval", "--seeds", "0,x"], "error: --seeds: '0,x' is not a list of whole numbers (hint: such as 0,1,2)"),
+        (["distill", "--temperature", "x"], "error: --temperature: 'x' is not a number or a list of them"),
+        (["distill", "--chat-template-kwargs", "[" * 10**5], "error: --chat-template-kwargs: not JSON: nested"),
+        (["eval", "--drafter", "lokup"], "error: no drafter lokup (hint: did you mean lookup? name a directory"),
+        (["eval", "--drafter", "drafters/sql-eagl3"], "(hint: did you mean drafters/sql-eagle3? name a directory"),
     ],
 )
-def test_a_wrong_command_line_gives_one_error_line(specctl, argv, said):
+def test_a_wrong_command_line_gives_one_error_line(specctl, tmp_path, argv, said):
+    (tmp_path / "drafters" / "sql-eagle3").mkdir(parents=True)
     assert said in specctl(*argv).err.splitlines()[-1]
 
 

@@ -411,8 +411,9 @@ def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, prompts, targe
     table = tmp_path / "table.parquet"
     table.write_bytes(b"PAR1")
     taken = recipe(prompts, record=table, output_dir=tmp_path / "run")
-    with pytest.raises(UsageError, match=r"table\.parquet already exists"):
+    with pytest.raises(UsageError, match=r"table\.parquet already exists") as there:
         selected(tmp_path, taken, target, pool)
+    assert f"specctl replay {table}" in there.value.hint
     with pytest.raises(CheckpointError, match=r"table\.parquet"):
         selected(tmp_path, taken.model_copy(update={"resume": True}), target, pool)
     prompts.write_text("{\n")

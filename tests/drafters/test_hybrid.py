@@ -561,6 +561,13 @@ class TestNames:
         assert names.parts_of("drafters/a+stores/sql+math") == ["drafters/a", "stores/sql+math"]
         assert names.name_of("drafters/a+stores/sql+math") == "a+sql+math"
 
+    @pytest.mark.parametrize("name", ["drafters/sql+math-eagle3", "drafters/gone+nowhere"])
+    def test_an_error_names_all_of_a_directory_that_is_gone(self, name, target, tmp_path, monkeypatch):
+        """It used to name `drafters/sql`."""
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(CheckpointError, match=f"no drafter directory at {re.escape(name)}"):
+            pool.load_drafter(name, target, DraftingRecipe())
+
     @pytest.mark.parametrize("name", ["+lookup", "sql-eagle3+", "+"])
     def test_an_empty_part_of_a_hybrid_name_is_refused(self, name, target):
         with pytest.raises(CheckpointError, match=f"no drafter {re.escape(repr(name))}"):

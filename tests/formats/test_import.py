@@ -539,8 +539,9 @@ def test_pickled_tensors_are_read_and_safetensors_preferred(head, target, tmp_pa
 
 
 def test_directories_without_a_head_are_refused(target, tmp_path):
-    with pytest.raises(UsageError, match="no head directory"):
+    with pytest.raises(UsageError, match="no head directory") as gone:
         head_directory.read(tmp_path / "nowhere")
+    assert "hf download OWNER/NAME" in gone.value.hint  # not the local path, which the hub does not know
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         head_directory.read(tmp_path)
     (tmp_path / "config.json").write_text("{}")

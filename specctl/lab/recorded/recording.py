@@ -116,6 +116,6 @@ def check_free(path: Path, *, resume: bool, overwrite: bool) -> None:
     if resume or overwrite:
         return
     if path.exists():
-        raise UsageError(f"{path} already exists", hint="replay it with --replay, or replace it with --overwrite")
+        raise UsageError(f"{path} already exists", hint=f"specctl replay {path} plays on it, --overwrite replaces it")
     if any(pieces(path).glob("*.parquet")):
         raise UsageError(f"{path} is incomplete", hint="continue it with --resume, or start over with --overwrite")
