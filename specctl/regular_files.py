@@ -38,6 +38,17 @@ def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:
     raise OSError(errno.EINVAL, f"{kind}, not a regular file", os.fspath(path))
 
 
+def fault(path: str | os.PathLike[str]) -> str:
+    """Say why a path is no regular file, such as `does not exist`."""
+    try:
+        check(path)
+    except FileNotFoundError:
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return "is a regular file"
+
+
 def open_regular(
     path: str | os.PathLike[str], mode: str = "rb", *, follow: bool = True, permissions: int = 0o666, **options: Any
 ) -> IO[Any]:

@@ -45,6 +45,14 @@ def test_other_kinds_of_files_are_refused_by_name(strange, read):
     assert caught.value.filename == str(path)
 
 
+def test_a_fault_is_put_into_words(strange, tmp_path):
+    """A directory, a pipe or a device used to be called missing."""
+    path, words = strange
+    said = regular_files.fault(path)
+    assert (said == "does not exist") if "No such file" in words else words in said
+    assert regular_files.fault(tmp_path / "nowhere") == "does not exist"
+
+
 def test_a_pipe_is_not_appended_to(tmp_path, pipe):
     with pytest.raises(OSError, match="a named pipe"):
         regular_files.open_regular(pipe(tmp_path / "pipe"), "a")

@@ -192,7 +192,7 @@ def check_directory(name: str, others: Sequence[str] = ()) -> None:
     `others`: other valid names, for the hint.
     """
     if not os.path.isdir(name):  # unlike `Path.is_dir`, False and not an error for a name that is too long
-        neighbors = glob.glob(os.path.join(glob.escape(os.path.dirname(name)), "*"))
+        neighbors = filter(os.path.isdir, glob.glob(os.path.join(glob.escape(os.path.dirname(name)), "*")))
         near = did_you_mean(name, [*neighbors, *others])
         otherwise = f", or {', '.join(others)}" if others else ""
         hint = f"{near} " * bool(near) + f"name a directory written by specctl train-drafter{otherwise}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specctl import regular_files
 from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import TARGET
@@ -40,7 +41,7 @@ def check_log(recipe: DistillRecipe, log: str) -> None:
 
     checks.check_label(recipe.data.domain[0])
     if log != "-" and not (Path(log).is_file() or Path(log).is_fifo()):  # the shell's `<(…)` is a pipe
-        raise DataError(f"log file {log} does not exist", hint=f"expected {EXPECTED}, or - for stdin")
+        raise DataError(f"log file {log} {regular_files.fault(log)}", hint=f"expected {EXPECTED}, or - for stdin")
 
 
 def check_excluded(recipe: DistillRecipe) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl import progress
+from specctl import progress, regular_files
 from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.publication import VERSIONS, Publisher
 from specctl.adaptation.served_learner import ServedChunk, ServedLearner
@@ -180,7 +180,8 @@ def make_exporter(client: Client) -> Callable[[Path, Path], None]:
 def check_log(log: Path | None) -> None:
     """Raise UsageError if the log of requests, if one is named, does not exist."""
     if log is not None and not log.is_file():
-        raise UsageError(f"there is no file {log}", "name the file to which requests of the engines are logged")
+        hint = "name the file to which requests of the engines are logged"
+        raise UsageError(f"log file {log} {regular_files.fault(log)}", hint)
 
 
 @contextmanager

@@ -157,6 +157,8 @@ def read(name: str | Path) -> tuple[str, str]:
     for suffix in SUFFIXES:
         key = key.removesuffix(suffix)
     if key not in known:
+        if os.path.exists(name):
+            raise RecipeError(f"{name} {regular_files.fault(name)}", hint="name a file of YAML")
         near = _nearest(key, known)
         raise RecipeError(f"no recipe {str(name)!r}{near}", hint="name a file, or a recipe from `specctl recipes ls`")
     return known[key], str(name)

@@ -45,6 +45,8 @@ def test_every_recipe_can_be_dry_run(specctl, workplace, name):
     ("argv", "code", "said"),
     [
         (["replay", "no.parquet"], 4, "table no.parquet does not exist"),
+        (["replay", "/dev/zero"], 4, "table /dev/zero cannot be read: a device"),
+        (["eval", "--recipe", "/dev"], 2, "error: /dev cannot be read: Is a directory"),
         (["replay", "file"], 4, "file is damaged"),
         (["record", "file/t.parquet"], 2, "file is a file, not a directory"),
         (["record", "drafters", "--overwrite"], 2, "drafters is a directory, not a file"),
@@ -55,7 +57,7 @@ def test_every_recipe_can_be_dry_run(specctl, workplace, name):
         (
             ["learn-from-server", "--server", "http://a", "--init", "drafters/sql-eagle3", "--from-log", "no"],
             2,
-            "no file",
+            "log file no does not exist",
         ),
         (["export", "drafters/sql-eagle3", "--tune", "no.json"], 3, "no.json"),
     ],

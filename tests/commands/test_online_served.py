@@ -286,7 +286,7 @@ def test_only_held_out_texts_are_asked_again(go, engine):
 
 
 def test_a_missing_log_is_refused(go, engine, tmp_path):
-    with pytest.raises(UsageError, match="there is no file"):
+    with pytest.raises(UsageError, match=r"log file .* does not exist"):
         go(engine, traffic={"log": str(tmp_path / "none")})
 
 

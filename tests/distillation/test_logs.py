@@ -453,7 +453,7 @@ def test_process_substitution_is_read(tmp_path):
     turns = list(logs.read(f"/dev/fd/{read}", Rejections(None, 0.0)))
     os.close(read)
     assert len(turns) == 9
-    with pytest.raises(DataError, match="log file /dev/null does not exist"):
+    with pytest.raises(DataError, match="log file /dev/null cannot be read: a device"):
         check_log(DistillRecipe(log="/dev/null"), "/dev/null")
 
 

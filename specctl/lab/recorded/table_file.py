@@ -114,7 +114,7 @@ def write(path: Path, header: Header, rows: list[Recorded]) -> None:
 def read(path: Path) -> tuple[Header, list[Recorded]]:
     """Read a file that `write` has written. Raises CheckpointError if it is another kind of file, or damaged."""
     if not path.is_file():
-        raise CheckpointError(f"table {path} does not exist", hint="record one: specctl record")
+        raise CheckpointError(f"table {path} {regular_files.fault(path)}", hint="record one: specctl record")
     try:
         regular_files.check(path)
         with pq.ParquetFile(path) as file:
