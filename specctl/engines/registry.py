@@ -11,6 +11,8 @@ from specctl.errors import UsageError
 DIALECTS: dict[str, Dialect] = {one.NAME: cast(Dialect, one) for one in (vllm, sglang, llamacpp)}
 PUBLISHERS: dict[str, WeightUpdateDialect] = {one.NAME: cast(WeightUpdateDialect, one) for one in (vllm, sglang)}
 SAYS_VERSION = {"vllm": ("/version",), "sglang": ("/server_info", "/get_server_info")}
+OWN = "specctl"
+"""Owner of the model that `specctl serve` lists."""
 GIVE_URL = "give the URL of vLLM, SGLang or llama-server, such as http://host:8000"
 
 
@@ -38,6 +40,8 @@ async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> Endp
         longest = served["data"][0].get("max_model_len")
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise EngineError(f"{url}/v1/models lists no models", GIVE_URL) from error
+    if served["data"][0].get("owned_by") == OWN:
+        raise EngineError(f"{url} is specctl serve: its answers have no token ids", GIVE_URL)
     if engine == llamacpp.NAME or (engine == "auto" and served["data"][0].get("owned_by") == llamacpp.OWNER):
         return llamacpp.facts(await _json(http, url + llamacpp.PROPERTIES), url, models + adapters)
     for name, paths in SAYS_VERSION.items():

@@ -191,6 +191,14 @@ class TestServerChecks:
         with pytest.raises(EngineError, match="text/html instead of JSON"), Client(recipe(engine)):
             pass
 
+    @pytest.mark.parametrize("named", ["auto", "vllm"])
+    def test_specctl_serve_is_no_engine(self, engine, named):
+        """Advice to name it as vLLM used to end in nine requests without token ids."""
+        engine.pages["/v1/models"] = {"data": [{"id": "m", "owned_by": "specctl"}]}
+        with pytest.raises(EngineError, match="is specctl serve") as error, Client(recipe(engine, engine=named)):
+            pass
+        assert "URL of vLLM" in error.value.hint
+
     def test_an_unknown_engine_is_refused_unless_named(self, engine):
         engine.engine = "tgi"
         with pytest.raises(EngineError, match="neither vLLM nor SGLang") as error, Client(recipe(engine)):
