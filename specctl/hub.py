@@ -1,9 +1,10 @@
-"""Whether the Hugging Face hub can be reached."""
+"""Whether the Hugging Face hub can be reached, and the advice to download from it."""
 
 import socket
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+DOWNLOAD = "download it first: hf download OWNER/NAME --local-dir DIR; then give DIR"
 PATIENCE_S = 2.0  # seconds to wait for a connection
 PORTS = {"": 80, "http": 80, "https": 443}  # of the others, SOCKS proxies, 1080
 

@@ -10,7 +10,7 @@ from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.options import DATA, TARGET
 from specctl.cli.output import fields
 from specctl.errors import CheckpointError, UsageError
-from specctl.formats.registry import DOWNLOAD
+from specctl.hub import DOWNLOAD
 
 if TYPE_CHECKING:
     from specctl.recipe import ImportRecipe

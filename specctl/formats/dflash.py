@@ -194,9 +194,10 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     nested = config.get("dflash_config") or {}
     if not isinstance(nested, dict):
         raise found.invalid("dflash_config", nested, "must be an object with target_layer_ids and mask_token_id")
-    known = [READ[name] for name in config.get("architectures") or [] if name in READ]
+    names = config.get("architectures")
+    known = [kind for name, kind in READ.items() if isinstance(names, list) and name in names]
     if len(known) != 1:
-        raise found.invalid("architectures", config.get("architectures"), f"must be one of {', '.join(READ)}")
+        raise found.invalid("architectures", names, f"must be a list of one of {', '.join(READ)}")
     declared = {**config, **nested}  # both engines let dflash_config override the top level
     layers = declared.get(LAYERS) or declared.get("dspark_target_layer_ids")
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):

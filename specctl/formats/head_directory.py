@@ -18,7 +18,7 @@ from specctl import regular_files
 from specctl.decoding.models import gguf_file, gguf_target
 from specctl.drafters.mtp import layouts
 from specctl.errors import CheckpointError, UsageError, brief
-from specctl.formats.registry import DOWNLOAD
+from specctl.hub import DOWNLOAD
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt", "*.gguf")
 """File names of weights, in order of preference. A pickle is opened only if there is nothing better."""
@@ -108,9 +108,9 @@ def _config(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise _unreadable(file, error) from error
     except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
+        raise CheckpointError(f"{file} is not JSON: {error}", "download it again") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{file} does not contain a JSON object")
+        raise CheckpointError(f"{file} does not contain a JSON object", "download it again")
     return config
 
 

@@ -82,15 +82,21 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int,
             MASK, f"of shape {list(more[MASK].shape)}", f"must have {len(taps) * size} elements", where=found.file
         )
     more[MASK] = more[MASK].reshape(1, 1, -1)
-    ours = {"num_layers": count, "depths": depths(config), "mask_token_id": mask}
+    ours = {"num_layers": count, "depths": depths(found, config), "mask_token_id": mask}
     return Head("peagle", shape | ours | ({"own_embedding": True} if own else {}), head.tensors | more, head.notes)
 
 
-def depths(config: Mapping[str, Any]) -> int:
-    """Number of tokens that a head drafts in one pass, from its files or the default."""
-    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    declared = config.get("num_depths") or proposals[0].get("speculative_tokens") or DEPTHS
-    return min(max(int(declared), 2), 64)
+def depths(found: HeadDirectory, config: Mapping[str, Any]) -> int:
+    """Number of tokens that a head drafts in one pass, from its files or the default. CheckpointError if it is no
+    number."""
+    try:
+        proposed = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (LookupError, TypeError):
+        proposed = None
+    declared = config.get("num_depths") or proposed or DEPTHS
+    if type(declared) is not int:
+        raise found.invalid("num_depths", declared, "must be the number of tokens that the head drafts in one pass")
+    return min(max(declared, 2), 64)
 
 
 def _is_its_own(embedding: Tensor | None, facts: TargetFacts) -> bool:

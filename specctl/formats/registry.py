@@ -70,7 +70,6 @@ FORMATS: dict[str, Format] = {
     "hf": Format("specctl.formats.hf", ("lm",), ("vllm", "sglang", "hf")),
 }
 """Formats in the order in which a directory is offered to them."""
-DOWNLOAD = "download it first: hf download OWNER/NAME --local-dir DIR; then give DIR"
 ENGINES = ("vllm", "sglang", "llama.cpp", "speculators", "hf")  # the most common export targets
 
 

@@ -191,6 +191,7 @@ BAD = {
     "own head": ({}, with_tensor("lm_head.weight", 4096, 256), "lm_head.weight is not the target's", "builtin"),
     "one layer": ({}, setting(num_hidden_layers=1), "layers.1.", "no exact"),
     "no head dimension": ({}, without("head_dim"), "head_dim is missing", "must be given"),
+    "no list of classes": ({}, setting(architectures=5, dflash_config={}), "architectures is 5", "must be a list"),
     "scaled rotation": ({}, setting(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "rope_scaling is", "default"),
     "other target": ({}, setting(hidden_size=128), "hidden_size is 128", "256"),
 }  # fmt: skip

@@ -418,6 +418,11 @@ def test_peagle_heads_with_vllm_names_are_imported(head, make, target, tmp_path)
         (lambda config, tensors: config.update(num_hidden_layers=1), "num_hidden_layers is 1"),
         (lambda config, tensors: config.update(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
         (lambda config, tensors: tensors.update(mask_hidden=torch.zeros(1, 1, 5)), "mask_hidden"),
+        (setting(num_depths="["), r"num_depths is \["),
+        (
+            setting(num_depths=0, speculators_config={"proposal_methods": [{"speculative_tokens": 2.5}]}),
+            "depths is 2.5",
+        ),
     ],
 )
 def test_an_invalid_peagle_head_is_refused(head, target, tmp_path, change, key):
