@@ -65,7 +65,7 @@ def load_manifest(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged", hint="delete it and run `specctl distill --resume`: the shards are kept")
     # A manifest may only name shards in its own directory: no path leads elsewhere.
     if not all(_NAME.fullmatch(entry["file"]) for entry in entries):
-        raise DataError(f"{path} names a file that is not a shard in its directory")
+        raise DataError(f"{path} names a file that is not a shard in its directory", REPAIR)
     return manifest
 
 

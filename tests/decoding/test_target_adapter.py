@@ -244,6 +244,7 @@ def test_unusable_adapters_are_refused(base, lora, tiny_directory, tmp_path):
         changed(
             lora, tmp_path / "less", target_modules=["q_proj"]
         ): "v_proj, but the target has none, or adapter_config.json does not name",
+        changed(lora, tmp_path / "scale", lora_alpha=float("inf")): "lora_alpha or alpha_pattern is no finite number",
         wide: "layers.0.self_attn.q_proj has a matrix of shape [4, 256], but the target needs [4, 48]",
         deeper: "it changes model.layers.7.",
         fewer: "adapter_model.safetensors lacks the weights of model.layers.1.self_attn.q_proj",

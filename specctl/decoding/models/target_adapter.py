@@ -6,6 +6,7 @@ included. All code after it sees ordinary weights.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -116,6 +117,9 @@ def _wrapped(model: Any, adapter: str, held: Mapping[str, Tensor], **changes: An
 
     config = peft.PeftConfig.from_pretrained(str(Path(adapter).expanduser()))
     config.inference_mode = True
+    scales = [config.lora_alpha, *config.alpha_pattern.values()]
+    if not all(isinstance(one, int | float) and math.isfinite(one) for one in scales):
+        raise CheckpointError(f"{ADAPTER}: lora_alpha or alpha_pattern is no finite number", COPY)
     for key, value in changes.items():
         setattr(config, key, value)
     wrapped = peft.PeftModel(model, config, NAME)
