@@ -1,8 +1,10 @@
 """Loading a pool of drafters: its members, the members that are left out, and the arms made from the pool."""
 
 import pytest
+import torch
 
 from specctl.decoding.plain import NoDraft
+from specctl.drafters import checkpoint
 from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Head
@@ -10,7 +12,7 @@ from specctl.drafters.text.lookup import DEPTH, Lookup
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, SelectRecipe, ServeRecipe
-from specctl.selection.arms import load_pool, longest_draft, make_arms, pool_paths
+from specctl.selection.arms import load_pool, longest_draft, make_arms, pool_paths, trained_on
 from tests.drafters.test_pool import write
 from tests.measuring.streams import write_head
 
@@ -113,3 +115,12 @@ def test_serve_uses_only_the_named_drafters(tmp_path, target, monkeypatch):
     write_head(tmp_path / "drafters/head", target, "eagle3")
     assert pool_paths(ServeRecipe(drafters=["drafters/head", "lookup"])) == ["drafters/head", "lookup"]
     assert pool_paths(ServeRecipe(pool="drafters")) == ["drafters/head", "lookup", "suffix"]
+
+
+def test_kinds_of_prompts_with_another_number_of_features_are_left_out(tmp_path, target):
+    """They used to end in an error of numpy, or in every round of a policy."""
+    for name, size in (("a", 2), ("b", target.hidden_size)):
+        told = {"taps": [1], "kinds": {"sql": {"mean": [0.5] * size, "error": 0.1}}}
+        config = {"family": "retrieval", "target": target.identity}
+        checkpoint.save(tmp_path / name, config=config, tensors={"a": torch.ones(1)}, info={"prompts": told})
+    assert list(trained_on({name: str(tmp_path / name) for name in "ab"}, target)) == ["b"]
