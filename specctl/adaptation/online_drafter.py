@@ -166,11 +166,13 @@ class OnlineDrafter(StreamLearner):
             return 0.0
         if not texts:
             return None
-        vectors, seconds = [self.played()] * learners, 0.0
+        weights, seconds = self.played(), 0.0
         steps = self.batches(texts)
         for batch in (*self.batches(texts[:1]), steps[0]):  # the first pass is slower, the second one counts
             began = time.perf_counter()
-            self.objective.gradients(vectors, self.objective.prepare(batch), 0)
+            prepared = self.objective.prepare(batch)
+            for _ in range(learners):
+                self.objective.gradient(weights, prepared, 0)
             synchronise(self.target.device)
             seconds = time.perf_counter() - began
         return seconds * len(steps) * (self.rule.epochs or 1)

@@ -81,14 +81,9 @@ def linear_distill(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     with torch.autocast(device, enabled=False):
-        total, losses, *_ = _apply(hidden, weight, bias, teacher, at, share, objective, dtype)
-    return total, losses
-
-
-def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, *constants: Any) -> tuple[Tensor, ...]:
-    grad = torch.is_grad_enabled()
-    wanted = [grad and part is not None and part.requires_grad for part in (hidden, weight, bias)]
-    return _LinearDistill.apply(hidden, weight, bias, *constants, wanted)
+        grad = torch.is_grad_enabled()
+        wanted = [grad and part is not None and part.requires_grad for part in (hidden, weight, bias)]
+        return _LinearDistill.apply(hidden, weight, bias, teacher, at, share, objective, dtype, wanted)
 
 
 class _LinearDistill(torch.autograd.Function):
@@ -96,6 +91,7 @@ class _LinearDistill(torch.autograd.Function):
 
     @staticmethod
     def forward(
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -105,8 +101,8 @@ class _LinearDistill(torch.autograd.Function):
         objective: str,
         dtype: torch.dtype,
         wanted: list[bool],
-    ) -> tuple[Tensor | None, ...]:
-        """(Σ share·loss, losses [n], and the gradients of the first by hidden, weight and bias, if `wanted`)."""
+    ) -> tuple[Tensor, Tensor]:
+        """(Σ share·loss, losses [n]). Keeps the gradients of the first by hidden, weight and bias, if `wanted`."""
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if wanted[0] else None
         d_weight = None
@@ -125,24 +121,10 @@ class _LinearDistill(torch.autograd.Function):
                 d_weight = part if d_weight is None else d_weight.add_(part)
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=d_bias.dtype)
-        return torch.dot(share.float(), losses), losses, d_hidden, d_weight, d_bias
+        ctx.mark_non_differentiable(losses)
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        return torch.dot(share.float(), losses), losses
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        ctx.mark_non_differentiable(*(part for part in output[1:] if part is not None))
-        ctx.save_for_backward(*output[2:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return *(None if part is None else part * grads[0] for part in ctx.saved_tensors), *(None,) * 6
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Run one at a time: products with different weights share no work, and are large."""
-        parts = [
-            [x] * info.batch_size if dim is None else x.unbind(dim)
-            for x, dim in zip(inputs[:3], in_dims[:3], strict=True)
-        ]
-        answers = [_apply(*operands, *inputs[3:-1])[:2] for operands in zip(*parts, strict=True)]
-        total, losses = (torch.stack(results) for results in zip(*answers, strict=True))
-        return (total, losses), (0, 0)
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        return *(None if part is None else part * grad for part in ctx.saved_tensors), *(None,) * 6

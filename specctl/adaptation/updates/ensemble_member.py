@@ -222,16 +222,14 @@ class EnsembleMember:
 def inner_loop(
     objective: Objective, descents: Sequence[InnerLoop], chunk: Iterable[Any], options: LearnerRecipe, draw: int
 ) -> int:
-    """Run all epochs over a chunk; all members learn from each batch at once.
+    """Run all epochs over a chunk; the members learn from each batch in turn.
 
     `draw` numbers the dropout masks of the first batch, which the members share. Returns the number for the next chunk.
     """
     for epoch in range(options.epochs or 1):
         for batch in map(objective.prepare, chunk):
-            sound = [descent for descent in descents if descent.sound]
-            gradients = objective.gradients([descent.x for descent in sound], batch, draw)
-            for descent, sums in zip(sound, gradients, strict=True):
-                descent.add(*sums, first=epoch == 0)
+            for descent in (one for one in descents if one.sound):
+                descent.add(*objective.gradient(descent.x, batch, draw), first=epoch == 0)
                 if options.step == "batch":
                     descent.step()
             draw += 1

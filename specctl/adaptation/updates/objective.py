@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 from torch.nn.functional import linear
 
-from specctl.drafters.feature.head import DraftHead, SlotBatch
+from specctl.drafters.feature.head import SlotBatch
 from specctl.errors import RecipeError
 from specctl.kernels.distill import Squash
 from specctl.training.optimizers import is_embedding_like
@@ -26,15 +26,9 @@ Prepare = Callable[[Any], Any]
 class Objective:
     """f(w; chunk) = Σ loss / Σ weight over the batches of a chunk, for parameters w [P] in fp32.
 
-    With vectors, an update rule is one line, and a learner's state a few tensors.
-
-    Several draft heads are stacked: one forward and backward pass over parameters [N, P]. Other modules take turns at
-    every batch, because `torch.func.vmap` supports neither the masks of transformers' models (lm) nor layers that are
-    run again for the backward pass.
-
-    On a CPU stacking gains little over turns (a tenth of the time for eagle and eagle3, nothing for hydra), because
-    products of different large matrices take their time either way. Three learners take 2.4 (eagle3) and 2.9 (hydra)
-    times as long as one (heads on the built-in target, one thread).
+    With vectors, an update rule is one line, and a learner's state a few tensors. Several learners take turns at every
+    batch. A pass over stacked parameters [N, P] is no faster on a CPU, as products of different large matrices share no
+    work.
     """
 
     def __init__(self, module: nn.Module, run: Run, seed: int = 0, prepare: Prepare = lambda batch: batch):
@@ -46,7 +40,6 @@ class Objective:
         Raises RecipeError if the module has no trainable parameters.
         """
         self.module, self._run, self.prepare, self._seed = module, run, prepare, seed
-        self.stacks = isinstance(module, DraftHead) and not module.gradient_checkpointing
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         if not self._shapes:
             raise RecipeError(
@@ -66,11 +59,9 @@ class Objective:
         return torch.cat([parameters[name].detach().reshape(-1).float() for name in self._shapes])
 
     def parameters(self, w: Tensor) -> dict[str, Tensor]:
-        """Parameters by name, as views of w [P] or [N, P]."""
-        parts = w.split([shape.numel() for shape in self._shapes.values()], -1)
-        return {
-            name: part.unflatten(-1, shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)
-        }
+        """Parameters by name, as views of w [P]."""
+        parts = w.split([shape.numel() for shape in self._shapes.values()])
+        return {name: part.view(shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
 
     def state(self, w: Tensor) -> dict[str, Tensor]:
         """The module's state dict with the parameters w [P]. A tied weight has several names, but one place in w."""
@@ -80,14 +71,8 @@ class Objective:
         aliases = {alias: parameters[names[parameter]] for alias, parameter in every if names[parameter] in parameters}
         return self.module.state_dict() | aliases
 
-    def gradients(self, vectors: Sequence[Tensor], batch: Any, draw: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """`gradient` at every w [P] on a prepared batch; the dropout masks are the same for all."""
-        if len(vectors) > 1 and self.stacks:
-            return list(zip(*self.gradient(torch.stack(tuple(vectors)), batch, draw), strict=True))
-        return [self.gradient(w, batch, draw) for w in vectors]
-
     def gradient(self, w: Tensor, batch: Any, draw: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(Σ loss, Σ weight, gradient of Σ loss [P]) of one batch, in training mode; each [N, …] for w [N, P].
+        """(Σ loss, Σ weight, gradient of Σ loss [P]) of one prepared batch at w [P], in training mode.
 
         `draw` numbers the dropout masks. They depend only on `draw` and the seed, so a resumed run draws the same.
         """
@@ -96,9 +81,9 @@ class Objective:
         self.module.train()
         with torch.enable_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(seed_of(self._seed, draw))
-            total, weight = self._sums(leaves, batch, stacked=w.ndim > 1)
-            parts = torch.autograd.grad(total.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
-        gradient = torch.cat([part.flatten(w.ndim - 1) for part in parts], -1)
+            total, weight = self._sums(leaves, batch)
+            parts = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        gradient = torch.cat([part.flatten() for part in parts])
         return total.detach(), weight.detach().to(total), gradient
 
     @torch.no_grad()
@@ -106,24 +91,20 @@ class Objective:
         """f [N] in fp64 at every w, on the CPU, without dropout; NaN if no row of the chunk has weight."""
         sums = torch.zeros(2, len(vectors), dtype=torch.float64)
         self.module.eval()
-        stacked = len(vectors) > 1 and self.stacks
-        several = [self.parameters(w) for w in ([torch.stack(tuple(vectors))] if stacked else vectors)]
+        several = [self.parameters(w) for w in vectors]
         for batch in map(self.prepare, chunk):
-            parts = [torch.stack(self._sums(parameters, batch, stacked)).double() for parameters in several]
-            sums += torch.stack(parts, -1).view_as(sums).cpu()
+            parts = [torch.stack(self._sums(parameters, batch)).double() for parameters in several]
+            sums += torch.stack(parts, -1).cpu()
         return sums[0] / sums[1]
 
-    def _sums(self, parameters: dict[str, Tensor], batch: Any, stacked: bool) -> tuple[Tensor, Tensor]:
-        """(Σ loss, Σ weight) of a batch with these parameters in place of the module's; [N] each if `stacked`."""
+    def _sums(self, parameters: dict[str, Tensor], batch: Any) -> tuple[Tensor, Tensor]:
+        """(Σ loss, Σ weight) of a batch with these parameters in place of the module's."""
 
-        def sums(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-            def forward(*args: Any, **options: Any) -> Any:
-                return functional_call(self.module, parameters, args, options)
+        def forward(*args: Any, **options: Any) -> Any:
+            return functional_call(self.module, parameters, args, options)
 
-            total, weight, *_ = self._run(forward, batch)
-            return total, weight
-
-        return vmap(sums, randomness="same")(parameters) if stacked else sums(parameters)
+        total, weight, *_ = self._run(forward, batch)
+        return total, weight
 
 
 def seed_of(seed: int, draw: int) -> int:

@@ -230,7 +230,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor,
     """
     steps = [key for key, _ in own] + [value for _, value in own]
     pairs = torch.stack(steps) if own else query.new_zeros(0, query.shape[0], *key.shape[1:])
-    return _Merged.apply(query, key, value, pairs, layout)[0]
+    return _Merged.apply(query, key, value, pairs, layout)
 
 
 def block_attention(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> Tensor:
@@ -245,7 +245,7 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layo
     Returns:
         [n, R, H, D] in the dtype of `query`.
     """
-    return _Blocks.apply(query, key, value, own, layout)[0]
+    return _Blocks.apply(query, key, value, own, layout)
 
 
 def _by_kernel(q: Tensor) -> bool:
@@ -320,8 +320,7 @@ class _Merged(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-        """Return the result and the extra tensors for the backward pass: scaled queries, `out` and `m`."""
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> Tensor:
         rows, heads, dim = query.shape
         kv_heads = key.shape[1]
         q = query.view(rows, kv_heads, heads // kv_heads, dim) * dim**-0.5  # no −1 in view: there may be no rows
@@ -333,19 +332,14 @@ class _Merged(torch.autograd.Function):
             out = out.mul_((lse - merged).exp_().unsqueeze(-1))
             out = out.add_(((scores - merged).exp_().unsqueeze(-1) * own_values).sum(0))
             lse = merged
-        return out.view(rows, heads, dim).to(query.dtype), q, out, lse
+        ctx.layout = layout
+        ctx.save_for_backward(q, key, value, own, out, lse)
+        return out.view(rows, heads, dim).to(query.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, key, value, own, ctx.layout = inputs
-        kept = output[1:]
-        ctx.mark_non_differentiable(*kept)
-        ctx.save_for_backward(kept[0], key, value, own, *kept[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         q, key, value, own, out, lse = ctx.saved_tensors
-        grad = grads[0].view_as(q)
+        grad = grad.view_as(q)
         delta = torch.linalg.vecdot(grad.float(), out)  # rowsum(dO ∘ out)
         dq, dk, dv = _read_backward((q, key, value), grad, delta, lse, ctx.layout)
         down = None
@@ -359,17 +353,12 @@ class _Merged(torch.autograd.Function):
         dim = q.shape[-1]
         return (dq * dim**-0.5).flatten(1, 2), dk.to(key.dtype), dv.to(value.dtype), down, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        return _side_by_side(_Merged, 1, info, in_dims, *inputs)
-
 
 class _Blocks(torch.autograd.Function):
     """Merged attention like `_Merged`, with the keys of whole blocks instead of the keys of earlier steps."""
 
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-        """Return the result and the extra tensors for the backward pass: scaled queries, `out` and `m`."""
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> Tensor:
         count, height, heads, dim = query.shape
         kv_heads = key.shape[1]
         q = query.view(count * height, kv_heads, heads // kv_heads, dim) * dim**-0.5
@@ -381,15 +370,15 @@ class _Blocks(torch.autograd.Function):
         groups = q.shape[2]
         m = _by_rows(merged, groups).squeeze(-1)
         out = out.mul_((lse - m).exp_().unsqueeze(-1)).add_(_by_rows(mixed, groups))
-        return out.view(query.shape).to(query.dtype), q, out, m
-
-    setup_context = staticmethod(_Merged.setup_context)
+        ctx.layout = layout
+        ctx.save_for_backward(q, key, value, own, out, m)
+        return out.view(query.shape).to(query.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         q, key, value, own, out, lse = ctx.saved_tensors
         count, (_, _, groups, dim) = own.shape[1], q.shape
-        grad = grads[0].reshape(q.shape)
+        shape, grad = grad.shape, grad.reshape(q.shape)
         delta = torch.linalg.vecdot(grad.float(), out)
         dq, dk, dv = _read_backward((q, key, value), grad, delta, lse, ctx.layout)
         own_keys, own_values = _of_blocks(own)
@@ -400,12 +389,8 @@ class _Blocks(torch.autograd.Function):
         ds = dp.sub_(_by_blocks(delta.unsqueeze(-1), count)).mul_(share).to(own.dtype)
         dq += _by_rows(torch.matmul(ds, own_keys), groups)
         down = torch.stack((torch.matmul(ds.mT, folded), torch.matmul(share.to(own.dtype).mT, folded_grad)))
-        dq = (dq * dim**-0.5).view(grads[0].shape)
+        dq = (dq * dim**-0.5).view(shape)
         return dq, dk.to(key.dtype), dv.to(value.dtype), down.transpose(2, 3), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        return _side_by_side(_Blocks, 2, info, in_dims, *inputs)
 
 
 def _of_block(scores: Tensor, layout: Layout) -> Tensor:
@@ -431,22 +416,6 @@ def _by_blocks(x: Tensor, count: int) -> Tensor:
 def _by_rows(x: Tensor, groups: int) -> Tensor:
     """Reshape [n, Hkv, G·R, ·] to rows [n·R, Hkv, G, ·]: the inverse of `_by_blocks`."""
     return x.unflatten(2, (groups, x.shape[2] // groups)).permute(0, 3, 1, 2, 4).flatten(0, 1)
-
-
-def _side_by_side(
-    function: type[torch.autograd.Function], heads: int, info: Any, in_dims: tuple[int | None, ...], *inputs: Any
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Run several attentions over one layout as one attention with more heads; heads are dimension `heads`."""
-    *tensors, layout = inputs
-    merged = [_together(x, dim, info.batch_size) for x, dim in zip(tensors, in_dims, strict=False)]
-    out, *_ = function.apply(*merged, layout)
-    return (out.unflatten(heads, (info.batch_size, -1)),), (heads,)
-
-
-def _together(x: Tensor, dim: int | None, count: int) -> Tensor:
-    """Combine `count` tensors [..., H, D], stacked along `dim` or equal (None), to one tensor [..., count · H, D]."""
-    x = x.unsqueeze(-3).expand(*x.shape[:-2], count, *x.shape[-2:]) if dim is None else x.movedim(dim, -3)
-    return x.flatten(-3, -2)
 
 
 def _fold(x: Tensor, block: _Block) -> Tensor:
