@@ -59,8 +59,8 @@ class BufferedText:
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> BufferedText:
         fields = dict(facts)
-        rejected, drawn = fields.pop("rejected"), fields.pop("drawn", False)
-        return cls(Example(**fields), rejected, drawn)
+        rejected, sampled = fields.pop("rejected"), fields.pop("drawn")
+        return cls(Example(**fields), rejected, sampled)
 
 
 class ReplayBuffer(FeatureStore):

@@ -9,7 +9,6 @@ checkpoint holds nothing but data: JSON and tensors.
 
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -58,9 +57,7 @@ def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str
     """Save `state` and tensors of a single process; the `keep` newest checkpoints stay. OSError leaves earlier ones
     intact."""
     draft, place = root / f".step-{step:08d}.tmp", root / f"step-{step:08d}"
-    make_dir(root, PRIVATE_DIRECTORY)
-    with suppress(OSError):  # earlier versions made it world-readable, and it holds token ids of users' texts
-        root.chmod(PRIVATE_DIRECTORY)
+    make_dir(root, PRIVATE_DIRECTORY)  # it holds token ids of users' texts
     for left in root.glob(".step-*.tmp"):  # left by a killed run
         shutil.rmtree(left, ignore_errors=True)
     try:
@@ -109,11 +106,6 @@ def newest(root: Path, kind: type[State]) -> tuple[Path, State] | None:
 
 def load(engine: Any, path: Path) -> None:
     """Restore model and optimizer (all ranks call this). CheckpointError if the checkpoint does not fit this engine."""
-    if not (path / TENSORS).exists():
-        raise CheckpointError(
-            f"checkpoint {path} has no {TENSORS}: an earlier version of specctl wrote it",
-            "continue with that version, or start again with --overwrite",
-        )
     try:
         portable_state.restore(engine, load_tensors(path))
     except ValueError as error:

@@ -106,10 +106,9 @@ class GateStatistics:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Replace the record by the `state` of another one. A state of an older version changes nothing."""
-        if "added" in state:
-            self.gain.added, self.gain.rounds = list(state["added"]), list(state["rounds"])
-            self.unasked, self.patience = list(state["unasked"]), list(state["patience"])
+        """Replace the record by the `state` of another one."""
+        self.gain.added, self.gain.rounds = list(state["added"]), list(state["rounds"])
+        self.unasked, self.patience = list(state["unasked"]), list(state["patience"])
 
 
 @dataclass
