@@ -224,7 +224,6 @@ LOOKED_AT = {
     "checkpoint.load",
     "head_directory._names",
     "head_directory._tensors",
-    "layouts.find",
     "line_streams._parquet",
     "records.read_records",
 }

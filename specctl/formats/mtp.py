@@ -66,7 +66,7 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
 
 def read_layer(found: HeadDirectory, kind: str, tensors: dict, normed: bool, facts: TargetFacts) -> Head:
     """A head of a layout from the layer's `tensors`, under our names. Raises CheckpointError if it cannot be ours."""
-    native = NativeLayer(str(found.file.parent), kind, {}, {name: tuple(t.shape) for name, t in tensors.items()})
+    native = NativeLayer(str(found.file.parent), kind, {name: tuple(t.shape) for name, t in tensors.items()})
     layouts.check_computable(native, facts.text_config)
     shape = architecture(native, DrafterRecipe(normed_features=normed), cast(Target, facts))
     if not normed:

@@ -55,7 +55,7 @@ def _random(random, *shape):
 def head(target, layout="mimo", **options):
     """A random MTP layer for a loaded target, with or without a native layer."""
     held = layouts.to_our_names(layouts.LAYOUTS[layout], tensors(layout, target.config.to_dict(), **options), "toy")
-    native = NativeLayer("toy", layout, {}, {name: tuple(tensor.shape) for name, tensor in held.items()})
+    native = NativeLayer("toy", layout, {name: tuple(tensor.shape) for name, tensor in held.items()})
     made = MtpHead(drafter.architecture(native, DrafterRecipe(), target))
     made.load_state_dict(held | ({} if made.target_norm is None else {"target_norm": target.norm_weight.float()}))
     return made.eval()

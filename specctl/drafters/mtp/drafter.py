@@ -79,7 +79,7 @@ class MtpFamily(HeadFamily):
         shape = architecture(layer, recipe.drafter, target)
         if target.device.type == "meta":  # only a training estimate
             return MtpHead(shape)
-        tensors = {name: tensor.float() for name, tensor in layer.tensors().items()}
+        tensors = {name: tensor.float() for name, tensor in layouts.read(layer, recipe.target.revision).items()}
         if not shape.normed_features:
             assert target.norm_weight is not None  # every supported model type has one
             tensors["target_norm"] = target.norm_weight.float().cpu()

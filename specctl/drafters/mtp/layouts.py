@@ -9,19 +9,18 @@
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from specctl import regular_files
 from specctl.decoding.models.loading import load_config, model_directory
 from specctl.decoding.models.supported import DENSE, ropes
-from specctl.decoding.models.tensors import weight_files
+from specctl.decoding.models.weight_files import WeightFiles
 from specctl.errors import CheckpointError
 from specctl.recipe.sections import TargetRecipe
 
@@ -79,24 +78,11 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class NativeLayer:
-    """MTP layer in a target's files. `files` maps tensor names in the files to paths, `shapes` our names to shapes."""
+    """MTP layer of a target. `shapes` maps our names of its tensors to their shapes."""
 
     target: str
     layout: str
-    files: dict[str, Path]
     shapes: dict[str, tuple[int, ...]]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Read the tensors under our names. Raises CheckpointError if a file is damaged."""
-        found = {}
-        for name, file in self.files.items():
-            try:
-                regular_files.check(file)
-                with safe_open(file, framework="pt") as weights:
-                    found[name] = weights.get_tensor(name)
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{file}: {name} cannot be read: {error}", "copy the target again") from error
-        return to_our_names(LAYOUTS[self.layout], found, self.target)
 
 
 def kind_of(names: Iterable[str]) -> str | None:
@@ -112,14 +98,14 @@ def to_our_names(layout: MtpLayout, tensors: Mapping[str, Tensor], target: str) 
     """
     mine = {name: tensor for name, tensor in tensors.items() if name.startswith(layout.prefix)}
     found = {_our_name(layout, name, target): tensor for name, tensor in mine.items()}
-    return _swap_halves(found, "fc.weight") if layout.state_first else found
+    return _with_swapped_inputs(found) if layout.state_first else found
 
 
 def to_target_names(layout: MtpLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of an `MtpHead` to the names of a layout; weights that are the target's own are left out."""
     weights = {name: tensor for name, tensor in tensors.items() if name != "target_norm"}
     if layout.state_first:
-        weights = _swap_halves(weights, "fc.weight")
+        weights = _with_swapped_inputs(weights)
     prefixes = {name: next(p for p in layout.names if name.startswith(p)) for name in weights}
     return {
         layout.first + layout.names[prefix] + name.removeprefix(prefix): weights[name]
@@ -135,31 +121,34 @@ def find(target: str, revision: str | None = None) -> NativeLayer:
     directory = model_directory(target, revision)
     if directory is None:
         raise CheckpointError(f"target {target} is not on this machine", f"run `hf download {target}`")
-    try:
-        places = {name: file for file in weight_files(directory) for name in _names(file)}
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(
-            f"target {target}: its weights cannot be read: {error}", "copy the target again"
-        ) from error
-    kind = kind_of(places)
+    with _readable(target):
+        files = WeightFiles(str(directory))
+    kind = kind_of(files.files)
     if kind is None:
-        if any(DEEPSEEK.match(name) for name in places):
+        if any(DEEPSEEK.match(name) for name in files.files):
             raise CheckpointError(
                 f"target {target}: its MTP layer has DeepSeek's layout (eh_proj), which is not supported", WHICH
             )
         raise CheckpointError(f"target {target} has no MTP layer (tensors mtp.* or model.mtp_layers.*)", WHICH)
-    files = {name: file for name, file in places.items() if name.startswith(LAYOUTS[kind].prefix)}
+    names = [name for name in files.files if name.startswith(LAYOUTS[kind].prefix)]
     for part, what in FOREIGN.items():
-        if any(part in name for name in files):
+        if any(part in name for name in names):
             raise CheckpointError(
                 f"target {target}: its MTP layer has {what}; only dense layers with plain attention are supported",
                 WHICH,
             )
-    shapes = {}
-    for name, file in files.items():
-        with safe_open(file, framework="pt") as weights:
-            shapes[_our_name(LAYOUTS[kind], name, target)] = tuple(weights.get_slice(name).get_shape())
-    return NativeLayer(target, kind, files, shapes)
+    with _readable(target):
+        shapes = {_our_name(LAYOUTS[kind], name, target): files.shape(name) for name in names}
+    return NativeLayer(target, kind, shapes)
+
+
+def read(layer: NativeLayer, revision: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a layer that was found, under our names. Raises CheckpointError if a file is damaged."""
+    layout = LAYOUTS[layer.layout]
+    with _readable(layer.target):
+        files = WeightFiles(str(model_directory(layer.target, revision)))
+        found = {name: files.tensor(name) for name in files.files if name.startswith(layout.prefix)}
+    return to_our_names(layout, found, layer.target)
 
 
 def check(target: TargetRecipe) -> None:
@@ -192,12 +181,15 @@ def check_computable(layer: NativeLayer, config: Any) -> None:
     raise CheckpointError(f"target {layer.target}: its MTP layer has {reason}", WHICH)
 
 
-def _names(file: Path) -> list[str]:
-    if file.suffix != ".safetensors":
-        return []
-    regular_files.check(file)
-    with safe_open(file, framework="pt") as weights:
-        return list(weights.keys())
+@contextmanager
+def _readable(target: str) -> Iterator[None]:
+    """Turn errors of reading the target's files in this context into CheckpointError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(
+            f"target {target}: its weights cannot be read: {error}", "copy the target again"
+        ) from error
 
 
 def _our_name(layout: MtpLayout, name: str, target: str) -> str:
@@ -210,6 +202,6 @@ def _our_name(layout: MtpLayout, name: str, target: str) -> str:
     return mine + rest.removeprefix(layout.names[mine])
 
 
-def _swap_halves(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Swap the two halves of the columns of the tensor `name`."""
-    return {n: torch.cat(t.chunk(2, -1)[::-1], -1).contiguous() if n == name else t for n, t in tensors.items()}
+def _with_swapped_inputs(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with the two halves of the columns of `fc.weight` swapped."""
+    return {n: torch.cat(t.chunk(2, -1)[::-1], -1) if n == "fc.weight" else t for n, t in tensors.items()}
