@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,24 +19,6 @@ from specctl.decoding.target import Target
 T = TypeVar("T")
 READ_ALONE_ROWS = 16  # missed rows; a round commits fewer
 GROWTH = 512  # new tokens for which a sequence gets memory at once
-
-
-class Memory(Protocol):
-    """A drafter's memory for the sequences of a batch.
-
-    If its size follows the state's `capacity`, its drafter must enlarge it when the capacity has grown.
-    """
-
-    def select(self, index: Tensor) -> None:
-        """Keep the sequences in `index`, in that order, and drop the others. A repeated index is kept as a copy."""
-
-    def renew(self, b: int) -> None:
-        """Reset slot b for a new sequence."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        ...
 
 
 def lagging_sequences(missing: list[int], device: torch.device) -> list[int]:
@@ -82,7 +64,9 @@ class DecodeState:
         features: [B or more, capacity, F] tapped target states of the cached positions (None without taps).
         hidden: with `keeps_hidden`, [B or more, capacity, H] the target's last hidden states at the positions from the
             first new token on, for the labels of online learners; otherwise None.
-        memory: each drafter's memory of these sequences (keys and values, `cached_len`).
+        memory: each drafter's memory of these sequences, by drafter. `select(index)` keeps the sequences in `index`, in
+            that order (a repeated index is kept as a copy), `renew(b)` resets slot b for a new sequence, and `nbytes`
+            is the size of its tensors. A drafter enlarges its memory when `capacity` has grown.
         draws: sampling parameters and seeds.
         any_sampled: at least one request, decoded or waiting, is not greedy.
         rounds, ahead, replays: counts of rounds: all; rounds run on the device, ahead of the host; replays of a CUDA
@@ -125,7 +109,7 @@ class DecodeState:
         self.cache: KVCache = self._new_cache(0)
         self.features: Tensor | None = None
         self.hidden: Tensor | None = None
-        self.memory: dict[Any, Any] = {}  # drafter → Memory
+        self.memory: dict[Any, Any] = {}
 
     def _new_cache(self, batch: int) -> KVCache:
         return self.target.new_cache(batch, self.capacity, self.pool)

@@ -80,14 +80,12 @@ def save(
     config: dict[str, Any],
     tensors: Mapping[str, Tensor],
     info: dict[str, Any],
-    card: str | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a drafter directory next to its final place, then move it there; a crash leaves the old one usable.
 
     Args:
         config: "family", "architecture" and "target" (`Target.identity`), plus any keys the family needs.
-        card: text of README.md. If None, it is generated from `config` and `info`.
         overwrite: replace an existing drafter. A directory that is not a drafter is never replaced.
 
     Raises:
@@ -106,7 +104,7 @@ def save(
             atomic_write(draft / "adapter_config.json", to_json(_peft_settings(config["lora"], own), indent=2) + "\n")
         atomic_write(draft / CONFIG, to_json(config, indent=2) + "\n")
         atomic_write(draft / INFO, to_json(info, indent=2) + "\n")
-        atomic_write(draft / CARD, card if card is not None else model_card(place.name, config, info))
+        atomic_write(draft / CARD, model_card(place.name, config, info))
         atomic_write(draft / MANIFEST, to_json({"format": FORMAT, "files": digests(draft)}, indent=2) + "\n")
     return place
 

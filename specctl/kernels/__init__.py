@@ -2,7 +2,7 @@
 
 `reference` is the specification and has the documentation; every backend has the same signatures. A tensor on a CPU
 goes to `cpu`. A tensor on a CUDA device goes to `triton` if Triton is installed and agrees with the reference there
-(`trial`), otherwise to `reference`. The environment variable SPECCTL_KERNELS=reference|cpu|triton overrides this.
+(`self_check`), otherwise to `reference`. The environment variable SPECCTL_KERNELS=reference|cpu|triton overrides this.
 Triton reads CPU tensors only in its interpreter (TRITON_INTERPRET=1); without it they go to `cpu`.
 """
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +76,7 @@ class Machine:
         return self.dtype(name) if self.gpu != "cpu" else pick_target_dtype(name, torch.device("cpu"), config)
 
 
-def machine_for(recipe: TrainRecipe, environ: Mapping[str, str] = os.environ) -> Machine | None:
+def machine_for(recipe: TrainRecipe) -> Machine | None:
     """The machine that `resources` names, or this one. Returns None for a GPU that the table does not know.
 
     Under a launcher WORLD_SIZE counts the processes; otherwise `resources.processes` does.
@@ -89,7 +88,7 @@ def machine_for(recipe: TrainRecipe, environ: Mapping[str, str] = os.environ) ->
         return None
     gpus = resources.gpus or (count if gpu == name else 1)
     alone = gpu == "cpu" or recipe.target.device_map is not None
-    processes = int(environ.get("WORLD_SIZE", 0)) or resources.processes or (1 if alone else gpus)
+    processes = int(os.environ.get("WORLD_SIZE", 0)) or resources.processes or (1 if alone else gpus)
     limit = DEVICES[gpu].memory_gb
     return Machine(gpu, gpus, processes, memory / processes if math.isnan(limit) else limit)
 

@@ -106,10 +106,6 @@ def test_the_card_has_the_target_and_the_numbers(drafter):
     assert "with `builtin`" in card and 'license: "apache-2.0"' in card and "| sql | 3.50 |" in card
 
 
-def test_a_card_passed_to_save_is_written(tmp_path):
-    assert (write(tmp_path / "d", card="# mine\n") / "README.md").read_text() == "# mine\n"
-
-
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     ("damage", "says"),

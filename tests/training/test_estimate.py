@@ -221,9 +221,12 @@ def test_a_time_limit_bounds_the_estimate():
         ({"threads": 3}, {"device": "cpu"}, {}, ("cpu", 3, 1)),
     ],
 )
-def test_the_machine_follows_from_recipe_and_environment(resources, target, environ, expected):
+def test_the_machine_follows_from_recipe_and_environment(monkeypatch, resources, target, environ, expected):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     recipe = TrainRecipe(resources=ResourceRecipe(**resources), target=TargetRecipe(**target))
-    found = machine_for(recipe, environ)
+    found = machine_for(recipe)
     assert found is not None
     assert (found.gpu, found.gpus, found.processes) == expected
     assert found.memory_gb > 0

@@ -15,9 +15,9 @@ from torch.optim.adam import adam as torch_adam
 Hint = Literal["last", "mean", "none"]
 
 
-def project(w: Tensor, origin: Tensor | None, radius: float | None) -> Tensor:
+def project(w: Tensor, origin: Tensor, radius: float | None) -> Tensor:
     """Π: the nearest point to w in the ball of `radius` D around `origin`; w itself without a radius."""
-    if origin is None or radius is None:
+    if radius is None:
         return w
     away = w - origin
     distance = float(torch.linalg.vector_norm(away))
@@ -44,9 +44,9 @@ def adam(g: Tensor, m: Tensor, v: Tensor, j: int, betas: tuple[float, float]) ->
     return direction, m, v
 
 
-def optimistic_play(w_hat: Tensor, h: Tensor | None, eta: float) -> Tensor:
-    """w_t = ŵ_t − η h_t, before projection (optimistic mirror descent, Rakhlin and Sridharan 2013). Without h: OGD."""
-    return w_hat if h is None else w_hat.sub(h, alpha=eta)
+def optimistic_play(w_hat: Tensor, h: Tensor, eta: float) -> Tensor:
+    """w_t = ŵ_t − η h_t, before projection (optimistic mirror descent, Rakhlin and Sridharan 2013)."""
+    return w_hat.sub(h, alpha=eta)
 
 
 def descend(w_hat: Tensor, g: Tensor, eta: float) -> Tensor:

@@ -179,7 +179,7 @@ def _keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
     x = torch.full((8, 8), 1 + 2.0**-7, dtype=dtype, device=device)
     try:
         return bool(torch.mm(x, x, out_dtype=torch.float32).eq(8 * (1 + 2.0**-7) ** 2).all())
-    except (TypeError, RuntimeError):  # an older torch, or another vendor's
+    except (TypeError, RuntimeError):  # another vendor's
         return False
 
 
