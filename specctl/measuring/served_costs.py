@@ -78,14 +78,8 @@ class Sweep:
     acceptance: list[float]
 
 
-@dataclass(frozen=True)
-class ContextSweep:
-    """The answers to `requests` prompts of `over` < tokens ≤ `up_to`, at every load."""
-
-    over: int
-    up_to: int
-    requests: int
-    sweep: Sweep
+Bracket = tuple[int, int, int]
+"""Prompts of a sweep by length: `over` < tokens ≤ `up_to`, and the number of their answers at every load."""
 
 
 @dataclass(frozen=True)
@@ -319,14 +313,8 @@ def tune(path: Path, *, block: bool = False) -> Tuning:
         for load in sweep.loads
     ]
     tuned = [
-        TunedContext(
-            one.over,
-            one.up_to,
-            one.requests,
-            tuned_ranges(one.sweep, fit_costs(one.sweep, block), range(one.sweep.drafted + 1)),
-            one.sweep.acceptance,
-        )
-        for one in contexts
+        TunedContext(*bracket, tuned_ranges(part, fit_costs(part, block), range(part.drafted + 1)), part.acceptance)
+        for bracket, part in contexts.items()
     ]
     notes = caveats(sweep, fits, chosen, block=block)
     return Tuning(str(path), chosen, sweep.acceptance, sweep.drafted, costs, fits, notes, tuned)
@@ -358,7 +346,7 @@ def caveats(sweep: Sweep, fits: Sequence[Fit], chosen: Sequence[TunedRange], *, 
     return notes
 
 
-def read_sweep(path: Path) -> tuple[Sweep, list[ContextSweep]]:
+def read_sweep(path: Path) -> tuple[Sweep, dict[Bracket, Sweep]]:
     """Read a sweep, and its parts by prompt length, from a result document of `eval-server` or from its run directory.
     Raises DataError."""
     file = path / "result.json" if path.is_dir() else path
@@ -419,13 +407,13 @@ def rows_of(rows: Sequence[Row], concurrency: int) -> tuple[list[Row], list[Row]
     return [row for row in here if row["server"] == "server"], [row for row in here if row["server"] == "baseline"]
 
 
-def context_sweeps(rows: Sequence[Row], sweep: Sweep) -> list[ContextSweep]:
+def context_sweeps(rows: Sequence[Row], sweep: Sweep) -> dict[Bracket, Sweep]:
     """The parts of a sweep by prompt length, from the rows of `eval-server`, the shortest prompts first.
 
     A load counts if the drafts and the plain steps of its prompts were measured; a bracket needs two of them. Requests
     of all lengths are in flight together, so the number in flight is the whole sweep's.
     """
-    found = []
+    found = {}
     for over, up_to in sorted({(row["over"], row["up_to"]) for row in rows}):
         here = [row for row in rows if row["up_to"] == up_to]
         loads, drafts, requests = [], [], []
@@ -438,7 +426,7 @@ def context_sweeps(rows: Sequence[Row], sweep: Sweep) -> list[ContextSweep]:
             drafts += drafting
             requests.append(sum(row["requests"] for row in drafting))
         if len({round(load.batch) for load in loads}) > 1:
-            found.append(ContextSweep(over, up_to, min(requests), Sweep(loads, *pooled_acceptance(drafts))))
+            found[over, up_to, min(requests)] = Sweep(loads, *pooled_acceptance(drafts))
     return found
 
 
