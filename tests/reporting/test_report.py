@@ -14,8 +14,9 @@ from specctl.lab.reasoning.journal import ReasoningChunk
 from specctl.lab.reasoning.rows import ModeRow
 from specctl.measuring.online_rows import LearnerRow
 from specctl.reporting import plots
+from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import online
-from specctl.reporting.commands.rounds import BINS, Rounds
+from specctl.reporting.commands.rounds import BINS, Rounds, read
 from tests.reporting.conftest import eval_row, filled
 
 DOT = b"\x89PNG\r\n\x1a\n" + bytes(8) + (160).to_bytes(4) * 2
@@ -161,11 +162,25 @@ def test_an_unfinished_selection_can_be_reported(make_run):
     assert read_csv(result, "select-pulls.csv") == [["domain", "a", "b"], ["all", "1", "2"]]
 
 
+def test_weights_belong_to_the_last_arms():
+    """A policy without plain decoding, the first arm, gives one weight less."""
+    rounds = Rounds(["vanilla", "a", "b"])
+    rounds.add({"arm": "a"}, [0.75, 0.25])
+    assert rounds.shares == [[0.0], [0.75], [0.25]]
+
+
+def test_a_stopped_run_shows_its_plays(make_run):
+    """Its weights have an order that no file names: `b` would get the weight of `a`."""
+    rounds = [{"arm": arm, "weights": [0.9, 0.1]} for arm in "bba"]
+    found = read(RunRecord(make_run("s", "select", None, rounds=rounds), "select", {}, {}, ""))
+    assert found.arms == ["b", "a"] and not found.has_weights
+
+
 @pytest.mark.parametrize("count", [1, 399, 400, 401, 3000])
 def test_weights_of_many_rounds_are_averaged(count):
     rounds = Rounds(["a", "b"])
     for number in range(count):
-        rounds.add({"arm": 0, "weights": [number, 1.0]})
+        rounds.add({"arm": 0}, [number, 1.0])
     first, second = rounds.shares
     assert len(first) <= 2 * BINS
     assert second == pytest.approx([1.0] * len(second))

@@ -28,8 +28,9 @@ class Rounds:
     stretch: int = 1
     count: int = 0
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        arm, given = self._index(line["arm"]), line.get("weights")
+    def add(self, line: Mapping[str, Any], weights: Sequence[float] | None = None) -> None:
+        """Count a round. A policy without plain decoding, the first arm, has one weight less than there are arms."""
+        arm, given = self._index(line["arm"]), weights and [0.0] * (len(self.arms) - len(weights)) + list(weights)
         self.pulls.setdefault(str(line.get("domain") or "all"), Counter())[arm] += 1
         self.has_weights |= given is not None
         if self.count % self.stretch == 0:
@@ -66,12 +67,13 @@ class Rounds:
 
 def read(run: RunRecord) -> Rounds:
     """Read the rounds of the run's policy. If several policies answer every prompt in turn, only the first is read."""
-    rounds = Rounds([str(arm) for arm in run.result.get("arms") or []])
+    named = run.result.get("arms") or []
+    rounds = Rounds([str(arm) for arm in named])
     policy = run.result.get("algo")
     for line in run.lines("rounds.jsonl"):
         policy = policy or line.get("algo")
         if line.get("algo") in (None, policy):
-            rounds.add(line)
+            rounds.add(line, line.get("weights") if named else None)  # a stopped run does not name the arms in order
     return rounds
 
 
