@@ -35,7 +35,10 @@ class Backend(Protocol):
         """Answer a GET request that changes nothing, such as the list of models."""
 
     def healthy(self) -> bool:
-        """Whether requests for texts can be answered."""
+        """Whether this process can work on. A failed one must be started again."""
+
+    async def ready(self) -> bool:
+        """Whether requests for texts can be answered now."""
 
     async def close(self) -> None:
         """Free memory and connections. No request is in flight."""
@@ -70,12 +73,15 @@ def make_app(
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"}) if backend.healthy() else JSONResponse({"status": "failed"}, 503)
 
+    async def ready(request: Request) -> Response:
+        return JSONResponse({"status": "ok"}) if await backend.ready() else JSONResponse({"status": "waiting"}, 503)
+
     async def front(request: Request) -> Response:
         return HTMLResponse(page, headers={"content-security-policy": POLICY, "x-content-type-options": "nosniff"})
 
     routes = [Route(path, texts, methods=["POST"]) for path in text_paths]
     routes += [Route(path, backend.other, methods=["GET"]) for path in other_paths]
-    routes += [Route("/metrics", metrics), Route("/health", health), Route("/", front)]
+    routes += [Route("/metrics", metrics), Route("/health", health), Route("/ready", ready), Route("/", front)]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _fault}
     routed = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
     routed.router.redirect_slashes = False

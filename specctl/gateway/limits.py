@@ -18,7 +18,7 @@ from specctl.gateway.openai_errors import ApiError
 from specctl.gateway.sse import event
 from specctl.recipe.serve import LimitsRecipe
 
-OPEN_PATHS = {"/", "/health"}
+OPEN_PATHS = {"/", "/health", "/ready"}
 """Paths that need no key. The page holds no data: it asks for /metrics."""
 KNOWN_PATHS = {*OPEN_PATHS, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/generate"}
 BUSY_S = 1
@@ -49,7 +49,7 @@ class Guard:
         if scope["type"] != "http":
             return await self._refuse_other(scope, receive, send)
         answer = Answer(send)
-        held: list[int] = []
+        held = [0]
         self.in_flight += 1
         self.meter.in_flight.set(self.in_flight)
         try:
@@ -72,7 +72,7 @@ class Guard:
             progress.warn(f"a request failed: {where(error)}")
             await answer.fail(ApiError("the gateway failed on this request", 500))
         finally:
-            self._held -= sum(held)
+            self._held -= held[0]
             self.in_flight -= 1
             self.meter.in_flight.set(self.in_flight)
             path = scope["path"] if scope["path"] in KNOWN_PATHS else "other"
@@ -125,7 +125,7 @@ class Guard:
         return scheme.lower() == b"bearer" and hmac.compare_digest(key, self.key.encode())
 
     async def _body(self, scope: Scope, receive: Receive, held: list[int]) -> bytes:
-        """Read the body of a request; `held` gets the numbers of bytes that count for all bodies together."""
+        """Read the body of a request; `held[0]` is its part of the bytes of all bodies."""
         declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if declared.isdigit() and int(declared[:20]) > self.limits.body_bytes:
             raise self._too_large()
@@ -138,9 +138,9 @@ class Guard:
                         raise ApiError(LEFT, 499)
                     part = message.get("body", b"")
                     parts.append(part)
-                    held.append(len(part))
+                    held[0] += len(part)
                     self._held += len(part)
-                    if sum(held) > self.limits.body_bytes:
+                    if held[0] > self.limits.body_bytes:
                         raise self._too_large()
                     if self._held > self.limits.all_body_bytes:
                         self.meter.refused("all_body_bytes")

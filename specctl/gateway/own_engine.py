@@ -22,7 +22,7 @@ from specctl.gateway.metrics import Meter
 from specctl.gateway.openai_answers import AnswerFormat, PartialAnswer, Usage
 from specctl.gateway.openai_errors import ApiError
 from specctl.gateway.openai_requests import ChatRequest, CompletionRequest, TextsRequest
-from specctl.gateway.sse import DONE, EventResponse, begun, event
+from specctl.gateway.sse import DONE, EventResponse, event
 from specctl.recipe.serve import ServeRecipe
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -71,7 +71,8 @@ class OwnEngine:
             self.thread.submit(generation)
         if asked.stream:
             try:
-                events = await begun(self._events(asked, generations, channel, form, usage))
+                events = self._events(asked, generations, channel, form, usage)
+                first = await anext(events, b"")
             except BaseException:
                 self._cancel(generations)
                 raise
@@ -79,7 +80,7 @@ class OwnEngine:
             async def close() -> None:
                 self._cancel(generations)
 
-            return EventResponse(events, close)
+            return EventResponse(first, events, close)
         try:
             choices = await self._finished(generations, channel, usage)
         finally:
@@ -99,6 +100,9 @@ class OwnEngine:
         return JSONResponse(about)
 
     def healthy(self) -> bool:
+        return self._alive
+
+    async def ready(self) -> bool:
         return self._alive
 
     def died(self) -> None:

@@ -32,7 +32,7 @@ from specctl.gateway.faults import where
 from specctl.gateway.limits import Guard
 from specctl.gateway.metrics import GatewayWork, Meter
 from specctl.gateway.openai_errors import ApiError
-from specctl.gateway.sse import EventResponse, begun, event
+from specctl.gateway.sse import EventResponse, event
 from specctl.recipe.serve import LimitsRecipe
 from specctl.redaction import redacted
 from specctl.selection.certificate import Certificate
@@ -49,6 +49,7 @@ RETRY_STATUSES = {429, 500, 502, 503, 504}  # statuses after which another serve
 REST_STATUSES = {502, 503, 504}  # statuses that tell of the server; others may be the fault of one request
 LEARN_AFTER_S = 0.005  # after the answer, which should be on its way then
 LEARN_SHARE = 20  # pause between two times of learning, as a multiple of the time that it took
+READY_S = 1.0  # an engine that takes longer to say that it is healthy is not
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 LIST_S = 5.0  # seconds between two looks at which models the engines list
 LISTED_S = 5.0  # seconds in which an engine must have listed them
@@ -127,6 +128,8 @@ class RunningEngines:
         self._rests: dict[str, Backoff] = {}  # servers that have failed recently
         self._refusals = dict.fromkeys(servers, 0)  # statuses of `RETRY_STATUSES` in a row
         self._warned: set[str] = set()
+        self._ready: asyncio.Future[bool] | None = None  # answer of the engines about their health
+        self._asked_at = 0.0  # when they were asked
         self._heard: list[tuple[ServerChoice, str, TextCounts]] = []  # texts that the dispatch has not learnt from
         self._learn_s = 0.0  # CPU seconds of the last learning
         self._learn_at = 0.0  # time of the next call of `learn`
@@ -193,6 +196,25 @@ class RunningEngines:
 
     def healthy(self) -> bool:
         return True
+
+    async def ready(self) -> bool:
+        """Whether an engine says that it is healthy. Engines are asked once a second at most."""
+        now = time.monotonic()
+        if self._ready is None or now > self._asked_at + READY_S:
+            self._asked_at, self._ready = now, asyncio.ensure_future(self._some_healthy())
+        return await asyncio.shield(self._ready)
+
+    async def _some_healthy(self) -> bool:
+        return any(await asyncio.gather(*map(self._is_healthy, self.servers)))
+
+    async def _is_healthy(self, url: str) -> bool:
+        try:
+            async with asyncio.timeout(READY_S):
+                answer = await self.http.send(url, "/health", "GET", [], b"")
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+        answer.close()
+        return answer.status == 200
 
     async def close(self) -> None:
         await self.http.close()
@@ -304,8 +326,8 @@ class RunningEngines:
                 self.in_flight[url] -= 1
                 answer.close()
 
-            events = await begun(self._streamed(url, answer, added, passage if kept else None))
-            streaming = EventResponse(events, done, {})
+            events = self._streamed(url, answer, added, passage if kept else None)
+            streaming = EventResponse(await anext(events, b""), events, done, {})
             streaming.status_code, streaming.raw_headers = status, shown
             return streaming
         content = await _content(answer)

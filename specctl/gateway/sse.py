@@ -18,35 +18,24 @@ def event(document: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def begun(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A stream that has begun: its first part is there. Raises the error that the stream begins with."""
-    first = await anext(events, None)
-
-    async def whole() -> AsyncIterator[bytes]:
-        if first is not None:
-            yield first
-            async for later in events:
-                yield later
-
-    return whole()
-
-
 class EventResponse(Response):
-    """A stream of events.
+    """A stream of events that has begun.
 
     Args:
-        events: yields bytes that are sent at once.
+        first: the first bytes. Whatever the stream begins with, also an error, is known before the response.
+        events: yields further bytes, which are sent at once.
         close: called at the end in any case, also if the stream never began.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], close: Close, headers: Mapping[str, str] = HEADERS):
+    def __init__(self, first: bytes, events: AsyncIterator[bytes], close: Close, headers: Mapping[str, str] = HEADERS):
         super().__init__(headers=dict(headers))
         del self.headers["content-length"]
-        self.events, self.close = events, close
+        self.first, self.events, self.close = first, events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self.first, "more_body": True})
             async for part in self.events:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

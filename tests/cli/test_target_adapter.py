@@ -93,6 +93,7 @@ def test_data_and_drafters_name_the_adapter(specctl, lora, tmp_path):
     assert "was written with adapter lora, not with adapter other" in said
 
 
+@pytest.mark.slow
 def test_one_drafter_serves_several_adapters(specctl, lora, tmp_path):
     """From data to export: it fits each of its adapters, and warns about another one."""
     write_adapter("builtin", tmp_path / "other", r=2, target_modules="all-linear")

@@ -315,10 +315,11 @@ def test_the_death_of_the_engine_thread_is_noticed(make_gateway, monkeypatch):
         async with gateway.client() as http:
             asking = asyncio.ensure_future(http.post(CHAT, json=chat()))
             await asyncio.to_thread(heard.wait, 20)
-            return await asking, await http.get("/health"), await http.post(CHAT, json=chat())
+            probes = [(await http.get(path)).status_code for path in ("/health", "/ready")]
+            return await asking, probes, await http.post(CHAT, json=chat())
 
-    failed, health, refused = asyncio.run(work())
-    assert failed.status_code == 500 and health.status_code == refused.status_code == 503
+    failed, probes, refused = asyncio.run(work())
+    assert failed.status_code == 500 and probes == [503, 503] and refused.status_code == 503
 
 
 def test_completions_have_log_probabilities(make_gateway):

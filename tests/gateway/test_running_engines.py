@@ -364,7 +364,7 @@ def test_a_client_that_leaves_before_its_stream_is_noticed(version):
     async def send(message):
         raise OSError("gone")
 
-    relay = EventResponse(events(), done)
+    relay = EventResponse(b"", events(), done)
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": version}}
     with contextlib.suppress(Exception):
         asyncio.run(relay(scope, receive, send))

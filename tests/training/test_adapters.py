@@ -131,6 +131,7 @@ def test_one_drafter_trains_on_several_adapters_and_names_them(here):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_resuming_needs_the_same_adapters_and_is_exact(here, monkeypatch):
     made = asked(here, "a", "b", max_steps=4)
     train(made, here)
