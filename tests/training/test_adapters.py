@@ -349,7 +349,7 @@ def test_a_missing_changed_or_unsuitable_adapter_is_named(here, tiny_directory):
         with_adapters(asked(here, "a", "b"))
     made = asked(here, "a", "b", arch="retrieval", objective="auto", drafter=DrafterRecipe())
     store = collect(made, Run(here))  # retrieval has no vocabulary head
-    assert adapters_in(here) == ["a", "b"] and store.mat > 1
+    assert adapters_in(here) == ["a", "b"] and store.mat >= 1
     shutil.rmtree("b")
     write_adapter(tiny_directory("llama"), here / "b")
     record(here / "distilled/b", "b")
