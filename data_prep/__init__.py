@@ -20,7 +20,7 @@ def get(name: str) -> Domain:
     meant = did_you_mean(name.lower(), [*DOMAINS], most=2, cutoff=0.5)
     raise UnknownDomain(
         f"unknown domain {name!r}" + (f"; {meant}" if meant else ""),
-        hint=f"known domains: {', '.join(DOMAINS)}",
+        hint=f"known domains: {', '.join(DOMAINS)}; --prompts FILE has the prompts of any other",
     )
 
 

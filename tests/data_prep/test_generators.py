@@ -179,7 +179,7 @@ def test_an_unknown_domain_suggests_the_nearest():
     with pytest.raises(UnknownDomain, match=r"'maths'; did you mean math") as caught:
         get("maths")
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, UsageError)
-    assert "summarization" in caught.value.hint
+    assert "summarization" in caught.value.hint and "--prompts FILE" in caught.value.hint
     with pytest.raises(UnknownDomain, match=r"'zzz'$"):
         get("zzz")
 
