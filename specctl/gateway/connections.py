@@ -165,7 +165,7 @@ class Connection(H11Protocol):
         self.table.closed(self)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Nothing to say: the request is answered as if it asked for no upgrade."""
+        """No warning: the request is answered as if it asked for no upgrade."""
 
     @property
     def _between_requests(self) -> bool:

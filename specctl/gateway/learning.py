@@ -4,9 +4,9 @@ The engine's thread collects finished texts with the states that decoding has co
 between two steps. A second thread hands the texts to the learner's process, builds a drafter from every new version of
 the weights, and writes it to the disk. So no text waits for a lesson.
 
-Where a policy chooses among drafters, each drafter with weights learns from the texts of which it drafted most rounds.
-All learn in one process, in turns, and the time in which a drafter drafted is the time that it may learn by. A single
-drafter is a pool of one.
+If a policy chooses among drafters, each drafter with weights learns from the texts of which it drafted most rounds. All
+learn in one process, in turns, and the time in which a drafter drafted is the basis of its budget. A single drafter
+counts as a pool.
 """
 
 import shutil
@@ -123,13 +123,13 @@ class DraftedPart:
 
 
 class HeadLearner:
-    """Lets one drafter learn from the texts of an engine that drafts with it, alone or in hybrids.
+    """Lets a drafter learn from the texts of the engine that it drafts for, alone or in hybrids.
 
     A failure ends its learning, never the serving: it is reported once and counted.
 
     Args:
         online_drafter: belongs to the thread of the `ServingLearner` once that has started.
-        arms: names under which the engine drafts with it.
+        arms: the names of this drafter in the engine.
         report: called in that thread with every lesson and the counts after it.
     """
 
@@ -258,7 +258,7 @@ class HeadLearner:
             )
 
     def _count(self) -> None:
-        """Write the counts that are computed from others."""
+        """Write the counts that are computed from other counts."""
         counts, rounds = self.counts, dict(self._by_version)
         counts.dropped = self.buffer.dropped + self.online_drafter.buffer.dropped
         named = {"first": 0, "last": counts.version - 1, "present": counts.version}

@@ -169,7 +169,8 @@ class AnswerFormat:
         return sum(len(self.token_text(one.token)) for one in part.logprobs)
 
     def _alternatives(self, one: TokenLogprob) -> dict[str, float]:
-        """Log probabilities of the drawn token and of the likeliest ones. Of tokens with equal texts, the likeliest."""
+        """Log probabilities of the drawn token and of the likeliest ones. If several tokens have the
+        same text, the likeliest of them counts."""
         shown: dict[str, float] = {}
         for token, logprob in [(one.token, one.logprob), *one.top]:
             shown.setdefault(self.token_text(token), logprob)

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from specctl.selection.dispatch import Dispatcher  # imports torch, which takes seconds
 
 LONGEST_ANSWER = 256 * 2**20  # bytes of an answer that is not streamed
-LONGEST_READ_ANSWER = 4 * 2**20  # bytes of an answer that is read for counters: in the 0.1 s others wait
+LONGEST_READ_ANSWER = 4 * 2**20  # bytes of an answer that is read for counters, for 0.1 s: other requests wait
 MOST_ENGINES = 2  # engines that may see one request: a prompt on which engines fail must not stop all of them
 ENGINE_PATHS = ("/v1/models", "/v1/models/{name:path}", "/version", "/ping", "/get_model_info", "/props")
 POSTED_PATHS = (*TEXT_PATHS, *proxy_messages.OWN_PATHS, "/tokenize", "/detokenize")
 RETRY_STATUSES = {429, 500, 502, 503, 504}  # statuses after which another server is tried
 REST_STATUSES = {502, 503, 504}  # statuses that tell of the server; others may be the fault of one request
 LEARN_AFTER_S = 0.005  # after the answer, which should be on its way then
-LEARN_SHARE = 20  # pause between two times of learning, as a multiple of the time that it took
+LEARN_SHARE = 20  # pause between two times of learning, as a multiple of its duration
 READY_S = 1.0  # an engine that takes longer to say that it is healthy is not
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 LIST_S = 5.0  # seconds between two looks at which models the engines list
@@ -158,8 +158,8 @@ class RunningEngines:
         return await self._forward(ForwardedRequest(request, b"", None, self._choice(None, model), time.time()))
 
     async def _model(self, request: Request, name: Any) -> str | None:
-        """The model that a request names, if an engine lists it; None for the engines' default. ApiError if no engine
-        answers to the name."""
+        """The model that a request names, if an engine lists it, or None for the engines' default. Raises ApiError if
+        no engine has a model of this name."""
         if not isinstance(name, str):
             return None
         if not self._serving(name):

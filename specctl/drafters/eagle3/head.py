@@ -89,7 +89,7 @@ class Eagle3Head(FusionHead):
         """Run the layers on the rows x [n, H]. The output is taken after the final norm if `norm_output` is set.
 
         At step 0 only the last layer is left to run. `pairs` are the keys and values of every layer at step 0, `own`
-        those of the rows at later steps, layer by layer.
+        the keys and values of the rows at later steps, layer by layer.
         """
         layers = self.all_layers
         layout = self.within_window(at.layout, at.k)
