@@ -201,9 +201,9 @@ def test_a_request_goes_to_the_servers_that_list_its_model(engines, tmp_path, ca
                 before = len(only.prompts), len(sql.prompts) + len(math.prompts)
                 assert [ask(address, prompt, model=model).status_code for _ in range(3)] == [200] * 3
                 assert (len(only.prompts), len(sql.prompts) + len(math.prompts)) == (before[0] + 3, before[1] + 3)
-        for _ in range(12):
+        for _ in range(40):
             ask(address, "sql y", model="tax")
-        assert sql.prompts.count("sql y") > 8, "the server whose drafts are accepted gets the texts of both"
+        assert sql.prompts.count("sql y") > 25, "the server whose drafts are accepted gets the texts of both"
         listed = httpx.get(f"{address}/v1/models").json()
         assert [card["id"] for card in listed["data"]] == ["toy", "law", "tax", "bank"]
         answer = ask(address, "sql x", model="art")
