@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, and the advice to download from it."""
+"""Whether the Hugging Face hub can be reached, and the advice to download a model."""
 
 import socket
 from urllib.parse import urlsplit

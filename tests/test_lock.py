@@ -195,7 +195,7 @@ def test_rank_zero_locks_for_all_ranks(place, monkeypatch):
 
 
 def test_a_full_disk_leaves_no_lock_file(place, monkeypatch):
-    """An unsigned lock file used to stay, and its directory with it."""
+    """An unsigned lock file and its directory used to stay."""
 
     def full(fd, content, offset):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

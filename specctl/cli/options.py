@@ -17,7 +17,7 @@ SWITCH = " "  # metavar of a switch, which takes no value
 
 
 def _comma_separated(kind: Callable[[str], Any], wanted: str, example: str) -> Callable[[str], list[Any]]:
-    """Return the conversion of a text to a list of numbers. `wanted`: what another text is not, for its message."""
+    """Return the conversion of a text to a list of numbers. `wanted`: the kind of list, for the error."""
 
     def convert(text: str) -> list[Any]:
         try:

@@ -22,7 +22,7 @@ SAMPLED = "a hybrid cannot sample its proposals", "set drafting.proposal to anot
 
 def parts_of(path_or_name: str) -> list[str]:
     """Split a name into its drafters: two for a hybrid `a+b`, one if a directory has exactly that name, or if neither
-    of two exists: then an error names all of it."""
+    of two exists, so that an error names the whole text."""
     if _is_there(path_or_name) or "+" not in path_or_name:
         return [path_or_name]
     first, _, second = path_or_name.rpartition("+")

@@ -198,7 +198,7 @@ class RunningEngines:
         return True
 
     async def ready(self) -> bool:
-        """Whether an engine says that it is healthy. Engines are asked once a second at most."""
+        """Whether an engine reports that it is healthy. Engines are asked once a second at most."""
         now = time.monotonic()
         if self._ready is None or now > self._asked_at + READY_S:
             self._asked_at, self._ready = now, asyncio.ensure_future(self._some_healthy())

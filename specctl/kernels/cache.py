@@ -1,4 +1,4 @@
-"""Directory of what is compiled, measured and converted once for a machine."""
+"""The cache directory: compiled code, measured costs and converted models of this machine."""
 
 import os
 from pathlib import Path

@@ -377,7 +377,7 @@ def test_a_key_or_a_tensor_that_comes_twice_is_refused(tmp_path):
 
 
 def test_a_tensor_in_another_place_is_refused(tmp_path):
-    """Its weights would be those of another tensor."""
+    """It would have the weights of another tensor."""
     (tmp_path / "m.gguf").write_bytes(pairs(struct.pack("<QIQIQ", 0, 1, 8, 0, 32), tensors=1, count=0) + bytes(999))
     refused(tmp_path / "m.gguf", "has offset 32, expected 0")
 

@@ -238,7 +238,7 @@ def test_other_settings_are_refused_by_name(tmp_path):
 
 
 def test_an_adapter_may_get_another_name_at_the_engine(tmp_path):
-    """Without the adapter's digest, its name is all that tells it from others."""
+    """Without a digest, adapters differ by their names alone."""
     adapter = META["target"] | {"adapter": "loras/law", "adapter_weights": "ab"}
     for place, target in (("known", adapter), ("unknown", META["target"])):
         with ShardWriter(tmp_path / place, {**META, "target": target, "model": "law"}, **written_as()) as writer:

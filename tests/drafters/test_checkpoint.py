@@ -66,7 +66,7 @@ KIND = {"mean": [0.5], "error": 0.1}
     ],
 )
 def test_a_wrong_value_of_the_description_is_named(drafter, key, value):
-    """Cards, hybrids, pools and `--init auto` read these keys. They used to raise in each of them."""
+    """Cards, hybrids, pools and `--init auto` read these keys. Each of these used to raise."""
     (drafter / "drafter.json").write_text(json.dumps(INFO | {key: value}))
     with pytest.raises(CheckpointError, match=rf"drafter\.json: {key}"):
         checkpoint.read_info(drafter)
