@@ -37,7 +37,7 @@ def test_the_front_page_loads_nothing_external():
 
 def test_metrics_equal_the_counts_in_the_answers(make_gateway, lookup):
     gateway = make_gateway(Fixed.of(lookup), "lookup")
-    answers = [one.json() for one in gateway.ask("/v1/chat/completions", *[chat(n=2)] * 3)]
+    answers = [one.json() for one in gateway.ask("/v1/chat/completions", *[chat(n=2, temperature=0, max_tokens=96)] * 3)]
     model = {"model_name": "toy"}
     assert gateway.metric("vllm:generation_tokens_total", **model) == sum(
         one["usage"]["completion_tokens"] for one in answers
@@ -46,6 +46,7 @@ def test_metrics_equal_the_counts_in_the_answers(make_gateway, lookup):
     told = [one["metrics"]["speculative_decoding"] for one in answers]
     rounds = sum(sum(one["acceptance_histogram"]) for one in told)
     accepted = sum(place * count for one in told for place, count in enumerate(one["acceptance_histogram"]))
+    assert 0 < accepted < sum(one["num_draft_tokens"] for one in told)
     assert gateway.metric("vllm:spec_decode_num_drafts_total", **model) == rounds
     assert gateway.metric("vllm:spec_decode_num_accepted_tokens_total", **model) == accepted
     assert gateway.metric("vllm:time_to_first_token_seconds_count", **model) == 6
