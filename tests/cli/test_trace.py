@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from specctl.decoding.state import DecodeState
+from specctl.kernels import native
 from tests.measuring.streams import write_head
 
 PACKAGE = Path(__file__).resolve().parents[2] / "specctl"
@@ -80,6 +81,7 @@ def argv(command, pool):
 @pytest.mark.parametrize("command", BUDGET)
 def test_a_command_enters_few_files(specctl, pool, monkeypatch, command):
     """`select` is traced up to its first round."""
+    native.library()  # loaded once in a process: often by an earlier test
     paths, line = set(), argv(command, pool)
     if command == "select":
         monkeypatch.setattr(DecodeState, "commit", lambda *_: (_ for _ in ()).throw(FirstRound))
