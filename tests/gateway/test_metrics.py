@@ -37,7 +37,9 @@ def test_the_front_page_loads_nothing_external():
 
 def test_metrics_equal_the_counts_in_the_answers(make_gateway, lookup):
     gateway = make_gateway(Fixed.of(lookup), "lookup")
-    answers = [one.json() for one in gateway.ask("/v1/chat/completions", *[chat(n=2, temperature=0, max_tokens=96)] * 3)]
+    answers = [
+        one.json() for one in gateway.ask("/v1/chat/completions", *[chat(n=2, temperature=0, max_tokens=96)] * 3)
+    ]
     model = {"model_name": "toy"}
     assert gateway.metric("vllm:generation_tokens_total", **model) == sum(
         one["usage"]["completion_tokens"] for one in answers
