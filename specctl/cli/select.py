@@ -40,6 +40,14 @@ COLUMNS = headings(
 )
 MODELLED = {"speedup": "× plain, modeled", "over_best_arm": "× fastest arm, modeled"}
 """Headings in a replay."""
+REWARDS = {
+    "arm": "arm",
+    "reward": "reward",
+    "n": "rounds",
+    "mean": "mean",
+    "std": "standard deviation",
+    "zeros": "zeros",
+}
 BY_SPEED = {"share_of_best": "of fastest arm, by game", "best_arm_ratio": "fastest arm played"}
 """Headings if policies play for tokens per second."""
 
@@ -158,6 +166,8 @@ def show(document: dict[str, Any]) -> Any:
         best = "fastest" if by_speed else "best"
         parts.append(f"oracle, the {best} arm of every {document['reset']}: mat {cell(document['oracle_mat'])}")
     parts.append(f"intervals over {document['intervals_over']}; speeds {document['speeds']}")
+    if statistics := [row for row in document["rewards"] if row["reward"] != "tokens"]:
+        parts.append(table(*REWARDS.values(), rows=[[row[name] for name in REWARDS] for row in statistics]))
     if document["at_least"]:
         parts.append(document["at_least"])
     if document["mode"] == "record":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -75,12 +75,19 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class ArmReward:
-    """Tokens committed per round of an arm, over the rounds in which policies played it."""
+    """Rewards of an arm: live of the rounds in which policies played it, in a replay of its rounds if it plays alone.
+
+    Attributes:
+        reward: tokens = tokens committed per round; be and bd = MetaSD's rewards, see `selection.game.rewards`.
+        zeros: share of the rounds with reward 0. Such rounds do not tell a policy which of two arms is worse.
+    """
 
     arm: str
     n: int
     mean: float
     std: float
+    reward: Literal["tokens", "be", "bd"] = "tokens"
+    zeros: float = 0.0
 
 
 class Grouping(NamedTuple):

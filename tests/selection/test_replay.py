@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from specctl.errors import DataError, Interrupted
+from specctl.lab.recorded.arm_rewards import arm_rewards
+from specctl.lab.recorded.cut_drafts import with_plain
 from specctl.lab.recorded.hindsight import Hindsight, games, round_starts, token_losses
 from specctl.lab.recorded.regret import (
     bootstrap_ratio,
@@ -23,7 +25,7 @@ from specctl.progress import interrupts
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.game.rules import rules_for
 from specctl.selection.policies.registry import NAMES
-from tests.selection.tables import specialists, table_of
+from tests.selection.tables import specialists, table_of, trace_of
 
 GAME = GameRecipe(loss="length", depth=2, warmup_rounds=2)
 
@@ -320,3 +322,25 @@ def test_the_row_of_draft_all_has_no_choices(hindsight):
     summary = summarize(draft_all(hindsight), hindsight, "baseline")
     assert summary.best_arm_ratio is summary.decide_us_p50 is None
     assert summary.mat >= summarize(oracle(hindsight), hindsight).mat
+
+
+def test_rewards_of_arms_by_hand():
+    """Rounds that the end of the text cuts short are left out. A position without a draft counts as a first one."""
+    trace = scripted(BY_HAND)
+    trace.overlap[0, 0] = 0.75, 0.5, 0.25
+    trace.overlap[0, 3] = 0.25, 0, 0
+    made = {(row.arm, row.reward): row for row in arm_rewards(Hindsight(with_plain(table_of([trace]))))}
+    assert {arm for arm, _ in made} == {"arm0", "arm1"}
+    be, bd, other = made["arm0", "be"], made["arm0", "bd"], made["arm1", "be"]
+    assert (be.n, be.mean, be.std, be.zeros) == (4, pytest.approx(1 / 4), pytest.approx(np.std([2, 0, 1, 0]) / 3), 0.5)
+    assert (bd.n, bd.mean, bd.zeros) == (4, pytest.approx((1.5 + 0.75 + 0.5 + 0.5) / 3 / 4), 0)  # first positions: 1/4
+    assert (other.n, other.mean, other.zeros) == (2, 0.5, 0.5)
+
+
+def test_block_divergence_has_the_lower_variance():
+    """MetaSD, Theorem 1 and Lemma 6: E[BD] = α, and its variance is lower than that of BE, for complete drafts."""
+    alpha, K = 0.7, 4
+    made = {row.reward: row for row in arm_rewards(Hindsight(table_of([trace_of(np.full((1, 4000, K), alpha))])))}
+    assert made["bd"].mean == pytest.approx(alpha, abs=1e-3) and made["bd"].std < 0.01
+    assert made["be"].mean == pytest.approx(sum(alpha**k for k in range(1, K + 1)) / K, abs=0.01)
+    assert made["be"].zeros == pytest.approx(1 - alpha, abs=0.02) and made["bd"].zeros == 0

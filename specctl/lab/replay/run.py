@@ -11,6 +11,7 @@ import numpy as np
 from specctl import progress
 from specctl.errors import UsageError
 from specctl.lab.recorded import hindsight, regret
+from specctl.lab.recorded.arm_rewards import arm_rewards
 from specctl.lab.recorded.cut_drafts import shortened, with_plain
 from specctl.lab.recorded.hindsight import Hindsight
 from specctl.lab.recorded.replay import Replay, draft_all, oracle, replay, rules_on
@@ -78,7 +79,7 @@ def replay_table(recipe: ReplayRecipe) -> SelectResult:
         ],
         policies=list(rows.values()),
         curves={name: _curves(recipe, name, replays, yardstick) for name, replays in played.items()},
-        rewards=[],
+        rewards=arm_rewards(yardstick),
         pool_size=[size for n in recipe.pool_sizes for size in _replay_subsets(recipe, table, n)],
         lossless=Losslessness(),
         rejected=0,

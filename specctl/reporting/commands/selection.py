@@ -148,7 +148,7 @@ def _rewards(runs: Sequence[RunRecord], looks: Looks) -> list[Picture]:
         Bar(run.named(row["arm"]), row["mean"], _spread(row), looks[row["arm"]])
         for run in runs
         for row in run.result.get("rewards") or []
-        if row.get("mean") is not None
+        if row.get("mean") is not None and row.get("reward", "tokens") == "tokens"
     ]
     if not shown:
         return []
@@ -192,7 +192,7 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[ReportT
             "rewards",
             "Rewards",
             _rows(runs, "rewards", "arm"),
-            {"label": "arm", "mean": "mean", "std": "std", "n": "n"},
+            {"label": "arm", "reward": "reward", "mean": "mean", "std": "std", "zeros": "zeros", "n": "n"},
         ),
         records(
             "pool-size", "Pool sizes", _rows(runs, "pool_size", "algo"), {"label": "policy", "arms": "N", "mat": "mat"}
