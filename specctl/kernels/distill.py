@@ -17,6 +17,8 @@ from torch.nn.functional import linear
 from . import distill_rows
 
 PART = {"cpu": 2**23, "cuda": 2**26}  # logits per part
+MASS = 2**25  # probabilities of the vocabulary that are held at once
+LEAST_MASS = 1e-6  # of a row on the sampled tokens
 
 
 class Squash(NamedTuple):
@@ -37,12 +39,49 @@ class Squash(NamedTuple):
         return self if self.shift is None else self._replace(shift=self.shift[ids])
 
 
+class SoftmaxSample(NamedTuple):
+    """Tokens [n] that a softmax is computed over, and the logarithm [n] fp32 of how many tokens each stands for."""
+
+    tokens: Tensor
+    log_count: Tensor
+
+    def of(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rows [n, H] of a vocabulary matrix [V, H] for these tokens, and their bias [n]."""
+        return weight[self.tokens], self.log_count if bias is None else bias[self.tokens] + self.log_count
+
+
 class Teacher(NamedTuple):
     """R distributions to learn from: probabilities, sampled tokens, or hidden states with their vocabulary head."""
 
     rows: Tensor  # [R, Vd] probabilities; [R] int64 tokens; [R, Ht] hidden states
     head: Tensor | None = None  # [Vd, Ht], for hidden states
     squash: Squash = Squash()
+    sample: SoftmaxSample | None = None  # the tokens of `rows`, if they are not all of the vocabulary
+
+    def sampled(self, count: int) -> Teacher:
+        """These distributions on a sample of `count` tokens: two thirds the likeliest of all rows together, the rest
+        drawn at random from torch's generator. Unchanged if the vocabulary is less than twice as large.
+
+        A drawn token stands for all tokens that are not among the likeliest (sampled softmax: Bengio and Senécal 2008).
+        Without drawn tokens nothing would lower the drafter's probabilities of the others.
+        """
+        likely = count * 2 // 3
+        width = self.rows.shape[1] if self.head is None else len(self.head)
+        if width < 2 * count:
+            return self
+        every = torch.arange(len(self.rows), device=self.rows.device)
+        parts = every.split(max(1, MASS // width))
+        known = [self.known(every)] if len(parts) == 1 else None
+        mass = torch.stack([part.sum(0, dtype=torch.float32) for part in known or map(self.known, parts)]).sum(0)
+        others = torch.ones_like(mass, dtype=torch.bool)
+        others[mass.topk(likely).indices] = False
+        rest = others.nonzero()[:, 0]
+        drawn = rest[torch.randperm(len(rest))[: count - likely].to(rest.device)]
+        tokens = torch.cat(((~others).nonzero()[:, 0], drawn))
+        each = torch.ones(count, device=mass.device)
+        each[likely:] = len(rest) / len(drawn)
+        rows = torch.cat([part[:, tokens] for part in known or map(self.known, parts)]) * each
+        return Teacher(rows / rows.sum(1, keepdim=True).clamp_min(LEAST_MASS), sample=SoftmaxSample(tokens, each.log()))
 
     def known(self, at: Tensor) -> Tensor:
         """Rows `at` [n] as probabilities [n, Vd], or as tokens [n].

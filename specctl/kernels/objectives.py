@@ -77,3 +77,6 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "lk_lambda": _lk_lambda,
 }
 """Name → function from (fp32 logits [n, Vd], teacher) to (losses [n], their gradient by the logits [n, Vd])."""
+
+CROSS_ENTROPIES = ("soft_ce", "kl")
+"""Objectives with the gradient q − p, which a softmax over sampled tokens can estimate."""

@@ -214,6 +214,9 @@ class TrainRecipe(WriterRecipe):
     distill: AutoDistillRecipe = AutoDistillRecipe()
     pretrain: PretrainRecipe = PretrainRecipe()
     objective: Literal["auto", "ce", "soft_ce", "kl", "reverse_kl", "tv", "log_tv", "lk_lambda"] = "auto"
+    # Tokens in a step's softmax, for soft_ce and kl: the likeliest of the step, and a third drawn at random
+    # (0 = the draft vocabulary, None = per device).
+    sampled_softmax: NonNegativeInt | None = None
     ttt_steps: PositiveInt = 6  # draft depths of the training-time test, about the depth of drafts (mtp: 3)
     ttt_stride: PositiveInt | None = None  # only every n-th position goes beyond the first step (None = per device)
     ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of a draft depth relative to the last (mtp: 0.6)

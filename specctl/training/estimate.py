@@ -25,7 +25,7 @@ from specctl.training.feature_files import ON_DISK, fp8_share
 from specctl.training.machine import DEVICES, GB, Machine, machine_for
 from specctl.training.optimizers import is_embedding_like
 from specctl.training.pieces import Cut
-from specctl.training.schedule import Schedule, batch_tokens
+from specctl.training.schedule import Schedule, batch_tokens, sampled_softmax
 from specctl.training.step_cost import (
     PROMPT_COST,
     matrix_parameters,
@@ -223,6 +223,8 @@ class PlannedTraining:
         device = torch.device("cpu" if machine.gpu == "cpu" else "cuda")
         self.target = cast(Target, replace(outline, device=device))
         self.batch_tokens = batch_tokens(recipe, self.target, texts.tokens)
+        if isinstance(self.drafter, DraftHead):
+            self.drafter.sampled_softmax = sampled_softmax(recipe, self.target)
         self.depth = passes(self.drafter, recipe, self.target)
         self.features = texts.tokens * feature_bytes(self.drafter, outline, texts)
         self.mode: str = recipe.features.mode

@@ -9,6 +9,7 @@ from specctl.drafters.feature.head import DraftHead
 from specctl.families import FAMILIES
 from specctl.recipe import TrainRecipe
 from specctl.training.example import Example
+from specctl.training.optimizers import is_embedding_like
 from specctl.training.schedule import ttt_stride
 
 # Cost of a prompt position relative to a pass of a head, without `prompt_layers`: after the fusion of the taps, it is
@@ -51,14 +52,20 @@ def reads_features(drafter: nn.Module) -> bool:
     return isinstance(drafter, DraftHead)
 
 
-def prompt_parameters(drafter: nn.Module) -> int:
+def prompt_parameters(drafter: nn.Module) -> float:
     """Number of parameters in the layers that run over the prompts too, of a drafter that reads features."""
     return sum(matrix_parameters(layer) for layer in drafter.prompt_layers) if isinstance(drafter, DraftHead) else 0
 
 
-def matrix_parameters(drafter: nn.Module) -> int:
-    """Number of parameters that every position is multiplied with; lookup tables are excluded."""
+def matrix_parameters(drafter: nn.Module) -> float:
+    """Number of parameters that every position is multiplied with. Lookup tables are excluded, and of a vocabulary
+    matrix only the rows of a sampled softmax count."""
+    share = 1.0
+    if isinstance(drafter, DraftHead) and drafter.sampled_softmax:
+        share = min(1.0, drafter.sampled_softmax / drafter.config.draft_vocab_size)
     tables = ("embed_tokens", "markov_w1", "predecessor_codebook", "base_kernel")
     return sum(
-        p.numel() for name, p in drafter.named_parameters() if p.ndim >= 2 and not any(t in name for t in tables)
+        p.numel() * (share if is_embedding_like(name) else 1.0)
+        for name, p in drafter.named_parameters()
+        if p.ndim >= 2 and not any(t in name for t in tables)
     )

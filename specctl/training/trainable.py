@@ -22,7 +22,7 @@ from specctl.training.data import Corpus, frequent_tokens
 from specctl.training.example import Example
 from specctl.training.feature_files import would_keep
 from specctl.training.features import FeatureStore, slot_batch
-from specctl.training.schedule import ttt_stride
+from specctl.training.schedule import sampled_softmax, ttt_stride
 from specctl.training.step_cost import Work, step_work
 
 Loss = tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]
@@ -130,6 +130,7 @@ class TrainableHead(TrainableDrafter):
     def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus):
         super().__init__(recipe, target, corpus)
         self.stride = ttt_stride(recipe, target)
+        self.module.sampled_softmax = sampled_softmax(recipe, target)
         self.store: FeatureStore = FeatureStore(target, self.module.taps)
         self.retarget(target)
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from specctl.kernels import cpu, distill, reference
-from specctl.kernels.distill import Teacher, linear_distill
+from specctl.kernels.distill import SoftmaxSample, Teacher, linear_distill
 from specctl.kernels.objectives import OBJECTIVES
 
 
@@ -159,3 +159,52 @@ def test_the_logits_are_never_stored_as_a_whole(monkeypatch):
         largest.clear()
         linear_distill(hidden, weight, None, teacher, at, share, "soft_ce")
         assert (max(largest) > 5 * VD) == whole
+
+
+def gradients(hidden, weight, bias, teacher):
+    """Loss, and its gradients by the hidden states and the vocabulary matrix, for a row each."""
+    leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    x, w, b = leaves[0], leaves[1], bias
+    if teacher.sample is not None:
+        w, b = teacher.sample.of(w, b)
+    total, _ = linear_distill(x, w, b, teacher, torch.arange(len(x)), torch.ones(len(x)), "soft_ce")
+    total.backward()
+    return torch.stack([total.detach()]), *[leaf.grad for leaf in leaves]
+
+
+def closeness(found, wanted):
+    return F.cosine_similarity(found.flatten(), wanted.flatten(), 0).item(), (found.norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("kind", ["hidden", "probabilities"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_sampled_softmax_estimates_loss_and_gradients(monkeypatch, kind, bias):
+    """The likeliest tokens alone would not do: their loss is too low, and nothing would make the others less likely."""
+    torch.manual_seed(3)
+    V, H, R, count = 3000, 24, 40, 300
+    hidden, weight, offset = torch.randn(R, H), 0.4 * torch.randn(V, H), 0.1 * torch.randn(V) if bias else None
+    states, head = torch.randn(R, H), 1.5 * torch.randn(V, H)
+    teacher = Teacher(states, head) if kind == "hidden" else Teacher((states @ head.T).softmax(-1))
+    whole = gradients(hidden, weight, offset, teacher)
+    drawn = [teacher.sampled(count) for _ in range(30)]
+    mean = [
+        torch.stack(parts).mean(0)
+        for parts in zip(*[gradients(hidden, weight, offset, one) for one in drawn], strict=True)
+    ]
+    for found, wanted in zip(mean, whole, strict=True):
+        direction, length = closeness(found, wanted)
+        assert direction > 0.98 and length == pytest.approx(1, abs=0.1)
+    likely, log_count = drawn[0].sample
+    assert len(likely.unique()) == count and log_count.exp().sum() == pytest.approx(V)
+    alone = drawn[0]._replace(rows=drawn[0].rows[:, :200], sample=SoftmaxSample(likely[:200], log_count[:200]))
+    assert gradients(hidden, weight, offset, alone)[0] < 0.8 * whole[0]
+    torch.manual_seed(4)
+    at_once = teacher.sampled(count)
+    monkeypatch.setattr(distill, "MASS", 7 * V)
+    torch.manual_seed(4)
+    torch.testing.assert_close(teacher.sampled(count).rows, at_once.rows)
+
+
+def test_small_vocabularies_are_not_sampled():
+    teacher = Teacher(torch.rand(4, 100))
+    assert teacher.sampled(51) is teacher and teacher.sampled(50).rows.shape == (4, 50)

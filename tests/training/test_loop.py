@@ -42,6 +42,7 @@ def recipe(distilled, place, **changes):
         drafter=DrafterRecipe(vocab_size=512),
         max_steps=6,
         batch_tokens=256,
+        sampled_softmax=192,
         eval=HeldOutRecipe(every=3, prompts=1, max_new_tokens=12, fraction=0.2),
         checkpoint=CheckpointRecipe(every=2, keep=2),
         optimizer=OptimizerRecipe(),
@@ -143,6 +144,29 @@ def test_resume_is_exact(trained, distilled, tmp_path, monkeypatch, end):
     assert ours == theirs
     whole, resumed = (drafters.load(p / "drafter").tensors for p in (place, tmp_path))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("arch", ["eagle3", "peagle", "hydra", "medusa", "eagle", "dflash"])
+def test_a_step_samples_the_vocabulary_and_a_check_does_not(distilled, tmp_path, arch):
+    """Every family learns from the sample. Without gradients, as for held-out texts, the loss is of all tokens."""
+    made = recipe(distilled, tmp_path, drafter=DrafterRecipe(), arch=arch, sampled_softmax=512)
+    trainer = loop.make_trainer(made, Run(make(tmp_path / "run")))
+    trainable = trainer.trainable
+    examples = trainer.corpus.train[:4]
+    trainable.store.prepare(examples, made.features, tmp_path / "features")
+    batch = trainable.batch(examples, 0)
+    trainable.module.eval()  # without the noise of eagle
+
+    def loss(seed, **grad):
+        torch.manual_seed(seed)
+        with torch.set_grad_enabled(bool(grad)):
+            return trainable.loss(trainable.module, batch)[0].item()
+
+    sampled, whole = [loss(seed, grad=True) for seed in (0, 1, 0)], [loss(seed) for seed in (0, 1)]
+    assert sampled[0] == sampled[2] != sampled[1] and whole[0] == whole[1] != sampled[0]
+    assert sampled == pytest.approx([whole[0]] * 3, rel=0.2)
+    trainable.module.sampled_softmax = 0
+    assert loss(0, grad=True) == pytest.approx(whole[0], rel=1e-5)
 
 
 def test_a_second_training_of_the_same_drafter_is_refused(distilled, tmp_path):
@@ -403,7 +427,7 @@ def written(recipe, place):
     """Write the keys of the recipe that these tests set to a file; return its path."""
     keep = {
         "target", "distilled", "output_dir", "drafter", "optimizer", "max_steps", "ttt_steps", "batch_tokens", "eval",
-        "checkpoint", "precision", "zero_stage",
+        "checkpoint", "precision", "zero_stage", "sampled_softmax",
     }  # fmt: skip
     file = make(place) / "recipe.yaml"
     file.write_text(json.dumps(recipe.model_dump(mode="json", include=keep, exclude_none=True)))
@@ -417,8 +441,11 @@ def logged(place):
 
 
 def launch(distilled, place, processes, stage, *flags):
-    """Run `specctl train-drafter` under torchrun; return the losses of all steps."""
-    options = dict(batch_tokens=10**6, optimizer=OptimizerRecipe(type="adamw"))  # every step sees the same texts
+    """Run `specctl train-drafter` under torchrun; return the losses of all steps.
+
+    Every step sees the same texts, and all of the vocabulary: processes would draw different samples of it.
+    """
+    options = dict(batch_tokens=10**6, optimizer=OptimizerRecipe(type="adamw"), sampled_softmax=0)
     values = recipe(distilled, place, zero_stage=stage, max_steps=4, **options)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += ["-m", "specctl", "train-drafter", "--recipe", written(values, place), *flags]

@@ -25,6 +25,7 @@ from specctl.drafters.feature.ttt_attention import Layout, attention
 from specctl.drafters.lora import Product
 from specctl.errors import UsageError
 from specctl.kernels.distill import Squash, Teacher, linear_distill
+from specctl.kernels.objectives import CROSS_ENTROPIES
 from specctl.recipe import DrafterRecipe
 
 
@@ -334,6 +335,7 @@ class DraftHead(nn.Module):
         super().__init__()
         self.config = config
         self.steps, self.decay, self.objective = 1, 1.0, "soft_ce"
+        self.sampled_softmax = 0  # tokens of a step's softmax in training; 0 = the draft vocabulary
         self.squash = Squash()  # squash of the target's logits
         self.watch: Watch | None = None  # callback on the draft logits of every batch
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
@@ -411,12 +413,15 @@ class DraftHead(nn.Module):
     def teacher(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
         """Training targets of a batch's rows: the target's tokens or its distributions, depending on `objective`.
 
-        Distributions are renormalized on the draft vocabulary, as in EAGLE-3. `target_head` [Vd, Ht] holds the rows of
+        Distributions are renormalized on the draft vocabulary, as in EAGLE-3; in training on a sample of it, if
+        `sampled_softmax` is set. `target_head` [Vd, Ht] holds the rows of
         the target's vocabulary head.
         """
         if self.objective == "ce":
             return Teacher(torch.searchsorted(self.draft_ids, batch.labels))
-        return self.distributions(batch, target_head)
+        teacher = self.distributions(batch, target_head)
+        by_sample = self.sampled_softmax and torch.is_grad_enabled() and self.objective in CROSS_ENTROPIES
+        return teacher.sampled(self.sampled_softmax) if by_sample else teacher
 
     def distributions(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
         """Distributions of the target at a batch's rows, renormalized on the draft vocabulary."""
@@ -438,6 +443,9 @@ class DraftHead(nn.Module):
         at, valid = row + step, batch.valid_steps[row] > step
         valid = valid & (self.t2d[batch.labels] if self.objective == "ce" else batch.in_draft_vocab)[at]
         share = valid * self.decay ** step.float()
+        if teacher.sample is not None:
+            x, weight, bias = product
+            product = x, *teacher.sample.of(weight, bias)
         total, losses = linear_distill(*product, teacher, at, share, self.objective)
         return Losses(total, losses, valid, share)
 
