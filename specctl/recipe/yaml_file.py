@@ -22,16 +22,21 @@ TAG_ERRORS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader with the plain scalars of YAML 1.2. It refuses documents with too many nodes."""
+    """PyYAML's loader with the plain scalars of YAML 1.2. It refuses documents with too many or too deep nodes."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-    nodes = 0
+    nodes = depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.nodes += 1
         if self.nodes > 2 * MOST_VALUES:  # keys are nodes, too
             raise _too_many(self.peek_event().start_mark)
-        return super().compose_node(parent, index)
+        if self.depth > DEEPEST:  # the time that PyYAML needs grows with the square of the depth
+            raise _too_deep(self.peek_event().start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 for _tag, _pattern, _first in (
@@ -99,8 +104,6 @@ class _Document:
             raise RecipeError(_describe(error, self.source)) from error
         except yaml.YAMLError as error:
             raise NotYaml(_describe(error, self.source)) from error
-        except RecursionError:
-            raise NotYaml(f"{self.source}: nested too deeply") from None
 
     def _build(self, node: yaml.Node, path: KeyPath, ancestors: frozenset[int]) -> Any:
         """Python values of a node; collects duplicate keys in `problems`. `ancestors`: ids of the nodes around it."""
@@ -110,7 +113,7 @@ class _Document:
         if id(node) in ancestors:
             raise _ForbiddenYaml(None, None, "a value that contains itself", node.start_mark)
         if len(ancestors) > DEEPEST:
-            raise _ForbiddenYaml(None, None, f"nested too deeply, over {DEEPEST} levels", node.start_mark)
+            raise _too_deep(node.start_mark)
         ancestors |= {id(node)}
         if isinstance(node, yaml.SequenceNode):
             return [self._build(item, (*path, i), ancestors) for i, item in enumerate(node.value)]
@@ -147,6 +150,10 @@ class _ForbiddenYaml(yaml.MarkedYAMLError):
 
 def _too_many(mark: yaml.Mark) -> _ForbiddenYaml:
     return _ForbiddenYaml(None, None, f"more than {MOST_VALUES} values (with all aliases expanded)", mark)
+
+
+def _too_deep(mark: yaml.Mark) -> _ForbiddenYaml:
+    return _ForbiddenYaml(None, None, f"nested too deeply, over {DEEPEST} levels", mark)
 
 
 def _describe(error: yaml.YAMLError, source: str) -> str:
