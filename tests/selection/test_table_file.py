@@ -93,6 +93,39 @@ def test_arrays_of_a_wrong_shape_are_refused(file, made_up):
         read(file)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"stamp": None}, "stamp: "),
+        ({"costs": 5}, "costs: "),
+        ({"trained_on": [[([1.0], 1.0), ([1.0, 2.0], 1.0)]]}, "trained_on"),
+        ({"costs": COSTS | {"draft_s": [0.1]}}, "draft_s do not fit its 3 arms"),
+        ({"costs": COSTS | {"draft_s": ["a"] * 3}}, "draft_s are not numbers"),
+        ({"costs": COSTS | {"draft_s": [float("nan")] * 3}}, "draft_s are not in 0"),
+        ({"costs": COSTS | {"step_s": [0.0] * 4}}, "step_s are not in 0"),
+        ({"costs": COSTS | {"reach": [10**9] * 3}}, "reach are not in 0"),
+        ({"costs": {name: COSTS[name] for name in COSTS if name != "score"}}, "no costs score"),
+    ],
+    ids=str,
+)
+def test_a_header_that_no_recording_writes_is_refused(file, made_up, change, says):
+    """Replays used to end with a traceback, or with a result of NaNs. The digest fits: another program wrote it."""
+    write(file, dataclasses.replace(Header(ARMS, DEPTH, STAMP, COSTS), **change), [made_up(0)])
+    with pytest.raises(CheckpointError, match=says) as refused:
+        read_table(file)
+    assert "\n" not in refused.value.message
+
+
+def test_negative_numbers_of_accepted_tokens_are_refused(file, made_up):
+    """A replay never came to the end of a text with a round of no tokens."""
+    row = made_up(0)
+    never = np.full_like(row.trace.accepted, -1)
+    backwards = dataclasses.replace(row, trace=dataclasses.replace(row.trace, accepted=never))
+    write(file, Header(ARMS, DEPTH, STAMP, COSTS), [backwards])
+    with pytest.raises(CheckpointError, match="negative number of accepted tokens"):
+        read(file)
+
+
 def test_files_that_are_not_complete_tables_are_refused(file, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="does not exist"):
         read(tmp_path / "nothing.parquet")

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 
 from specctl import regular_files
 from specctl.decoding.models.identity import with_weights_digest
@@ -26,6 +27,7 @@ from specctl.runs import atomic_write, sha256
 
 VERSION = 5
 AGAIN = "record it again with --overwrite"
+MOST_S = 1e9  # largest plausible cost in seconds
 HEADER, DIGEST = b"specctl.table", b"specctl.sha256"
 ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "accepted": (np.int16, 2),
@@ -71,6 +73,9 @@ class Header:
     costs: dict[str, list[Any]] = field(default_factory=dict)
     version: int = VERSION
     trained_on: list[list[tuple[list[float], float]]] = field(default_factory=list)
+
+
+_HEADER = TypeAdapter(Header)
 
 
 @dataclass(frozen=True)
@@ -132,8 +137,12 @@ def read(path: Path) -> tuple[Header, list[Recorded]]:
             f"{path} has table version {version}, but this specctl uses version {VERSION}", hint=AGAIN
         )
     try:
+        _HEADER.validate_json(text, strict=True)
         found = Header(**header)
         rows = [_row(found, row) for row in _unpacked(content)]
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _damaged(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     except (KeyError, TypeError, ValueError, AttributeError, pa.ArrowException) as error:
         raise _damaged(path, str(error)) from error
     if _digest(text, rows) != metadata.get(DIGEST, b"").decode():
@@ -158,6 +167,8 @@ def _row(header: Header, row: dict[str, Any]) -> Recorded:
     arrays: dict[str, Any] = {
         name: np.asarray(row[name], dtype=kind).reshape(whole[:axes]) for name, (kind, axes) in ARRAYS.items()
     }
+    if arrays["accepted"].min(initial=0) < 0:
+        raise ValueError("a negative number of accepted tokens")
     seconds, nodes = arrays.pop("seconds"), arrays.pop("nodes")
     fields = {name: row[name] for name in ("query", "domain", "ended", "session", "prompt")}
     context = None if row["context"] is None else np.asarray(row["context"])
@@ -179,10 +190,14 @@ def _digest(text: str, rows: list[Recorded]) -> str:
 
 
 def table_of(header: Header, rows: list[Recorded]) -> Table:
-    if missing := {"draft_s", "step_s", "reach"} - header.costs.keys():
-        raise CheckpointError(f"the table has no costs {min(missing)}", hint=AGAIN)
-    costs = {name: np.array(values) for name, values in header.costs.items()}
+    """The table of these rows. Raises CheckpointError if the header's costs do not fit its arms."""
+    costs = _costs(header)
     overheads = Overheads(costs["read"], costs["score"], costs["reach"]) if "read" in costs else None
+    sampling = header.stamp.get("sampling")
+    try:
+        trained_on = [PromptClusters.of(pairs) for pairs in header.trained_on]
+    except ValueError as error:
+        raise CheckpointError("the table has kinds of prompts of different sizes (trained_on)", hint=AGAIN) from error
     return Table(
         arms=header.arms,
         depth=header.depth,
@@ -191,9 +206,33 @@ def table_of(header: Header, rows: list[Recorded]) -> Table:
         step_s=costs["step_s"],
         reach=costs["reach"],
         overheads=overheads,
-        trained_on=[PromptClusters.of(pairs) for pairs in header.trained_on],
-        greedy=header.stamp.get("sampling", {}).get("temperature") == 0,
+        trained_on=trained_on,
+        greedy=isinstance(sampling, dict) and sampling.get("temperature") == 0,
     )
+
+
+def _costs(header: Header) -> dict[str, NDArray[Any]]:
+    """The header's costs as arrays. Raises CheckpointError for a cost that is missing, or is no duration of every
+    arm."""
+    count = len(header.arms)
+    shapes: dict[str, tuple[int, ...]] = {"draft_s": (count,), "step_s": (count + 1,), "reach": (count,)}
+    if "read" in header.costs:
+        shapes |= {"read": (count, 2), "score": (count, 2, 2)}
+    costs: dict[str, NDArray[Any]] = {}
+    for name, shape in shapes.items():
+        if name not in header.costs:
+            raise CheckpointError(f"the table has no costs {name}", hint=AGAIN)
+        try:
+            values = np.array(header.costs[name], np.float64)
+        except (ValueError, TypeError, OverflowError):
+            raise CheckpointError(f"the table's costs {name} are not numbers", hint=AGAIN) from None
+        if values.shape != shape:
+            raise CheckpointError(f"the table's costs {name} do not fit its {count} arms", hint=AGAIN)
+        most = header.depth if name == "reach" else MOST_S
+        if not ((values >= 0) & (values <= most)).all() or (name == "step_s" and not values.all()):
+            raise CheckpointError(f"the table's costs {name} are not in 0 … {most:g}", hint=AGAIN)
+        costs[name] = values.astype(np.int64) if name == "reach" else values
+    return costs
 
 
 def read_table(path: Path, stamp: Mapping[str, Any] | None = None) -> Table:
