@@ -34,8 +34,11 @@ def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:
         return
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    kind = next((name for name, is_one in KINDS.items() if is_one(mode)), "something else")
-    raise OSError(errno.EINVAL, f"{kind}, not a regular file", os.fspath(path))
+    raise OSError(errno.EINVAL, f"{_kind(mode)}, not a regular file", os.fspath(path))
+
+
+def _kind(mode: int) -> str:
+    return next((name for name, is_one in KINDS.items() if is_one(mode)), "something else")
 
 
 def fault(path: str | os.PathLike[str]) -> str:
@@ -47,6 +50,17 @@ def fault(path: str | os.PathLike[str]) -> str:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return "is a regular file"
+
+
+def directory_fault(path: str | os.PathLike[str]) -> str:
+    """Say why a path is no directory, such as `does not exist`."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return f"is {'a file' if stat.S_ISREG(mode) else _kind(mode)}, not a directory"
 
 
 def open_regular(

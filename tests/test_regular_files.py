@@ -53,6 +53,21 @@ def test_a_fault_is_put_into_words(strange, tmp_path):
     assert regular_files.fault(tmp_path / "nowhere") == "does not exist"
 
 
+def test_a_fault_of_a_directory_is_put_into_words(tmp_path, pipe):
+    """A pipe or a device in the place of a model's directory used to be called missing."""
+    (tmp_path / "file").touch()
+    (tmp_path / "circle").symlink_to("circle")
+    pipe(tmp_path / "pipe")
+    faults = {
+        tmp_path / "file": "is a file, not a directory",
+        tmp_path / "circle": "cannot be read: Too many levels of symbolic links",
+        tmp_path / "pipe": "is a named pipe, not a directory",
+        "/dev/zero": "is a device, not a directory",
+        tmp_path / "nowhere": "does not exist",
+    }
+    assert {path: regular_files.directory_fault(path) for path in faults} == faults
+
+
 def test_a_pipe_is_not_appended_to(tmp_path, pipe):
     with pytest.raises(OSError, match="a named pipe"):
         regular_files.open_regular(pipe(tmp_path / "pipe"), "a")

@@ -36,12 +36,17 @@ def distill(recipe: DistillRecipe, dry_run: bool) -> None:
 
 
 def check_log(recipe: DistillRecipe, log: str) -> None:
-    """Check that the log exists and that its domain can name a directory. Raises UsageError, DataError."""
-    from specctl.distillation.logs import EXPECTED
+    """Check that the log begins with responses, and that its domain can name a directory. A pipe can be read only once.
+
+    Raises UsageError, DataError.
+    """
+    from specctl.distillation.logs import EXPECTED, check_beginning
 
     checks.check_label(recipe.data.domain[0])
     if log != "-" and not (Path(log).is_file() or Path(log).is_fifo()):  # the shell's `<(…)` is a pipe
         raise DataError(f"log file {log} {regular_files.fault(log)}", hint=f"expected {EXPECTED}, or - for stdin")
+    if Path(log).is_file():
+        check_beginning(log, recipe.data.max_rejected)
 
 
 def check_excluded(recipe: DistillRecipe) -> None:

@@ -12,7 +12,6 @@ from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, label
 from specctl.distillation.select_prompts import LeftOut, PromptFilter
 from specctl.distillation.store import ShardLayout, ShardWriter, check_free
-from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
 
@@ -80,7 +79,7 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
         rejections.check()
         left_out.report()
         if not found:
-            raise DataError(f"no responses in {log}", hint=f"expected {logs.EXPECTED}")
+            raise logs.no_responses(log)
         store.complete()
     kept = {id for id in found if id in store.done}
     counts = {"read": wanted.count + left_out.counts.total(), "kept": wanted.count}

@@ -17,6 +17,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -36,11 +37,12 @@ from specctl.distillation.messages import (
     text_of,
 )
 from specctl.distillation.prompt_rows import ends_with_question
+from specctl.distillation.prompts import CHECKED_LINES
 from specctl.distillation.rejections import Rejections
 from specctl.distillation.traces import body_of, conversation_of, dialogue, keys_of
 from specctl.engines import sglang, vllm
 from specctl.engines.records import GenerationRequest, GenerationResult, MalformedResponse
-from specctl.errors import ChatTemplateError
+from specctl.errors import ChatTemplateError, DataError
 
 EXPECTED = (
     'one JSON object per line: {"request": {…}, "response": {…}}, {"messages": […]} or {"prompt": "…", "response": "…"}'
@@ -122,9 +124,22 @@ def turns(row: dict[str, Any]) -> list[LoggedTurn]:
     )
 
 
-def read(file: str, rejections: Rejections) -> Iterator[tuple[str, LoggedTurn]]:
-    """Yield the turns of a file with their places, line by line. Lines without a turn go to `rejections`."""
-    for where, line in json_lines(file):
+def check_beginning(file: str, max_rejected: float) -> None:
+    """Raise DataError if none of the first lines of a file has a turn: the user learns of a wrong file at once."""
+    rejections = Rejections(None, max_rejected, expected=EXPECTED)
+    if next(read(file, rejections, CHECKED_LINES), None) is None:
+        rejections.check()
+        raise no_responses(file)
+
+
+def no_responses(file: str) -> DataError:
+    return DataError(f"no responses in {file}", hint=f"expected {EXPECTED}")
+
+
+def read(file: str, rejections: Rejections, most: int | None = None) -> Iterator[tuple[str, LoggedTurn]]:
+    """Yield the turns of a file, or of its first `most` lines, with their places. Lines without a turn go to
+    `rejections`."""
+    for where, line in islice(json_lines(file), most):
         rejections.seen += 1
         try:
             found = turns(parsed(line))

@@ -46,6 +46,9 @@ def test_every_recipe_can_be_dry_run(specctl, workplace, name):
     [
         (["replay", "no.parquet"], 4, "table no.parquet does not exist"),
         (["replay", "/dev/zero"], 4, "table /dev/zero cannot be read: a device"),
+        (["distill", "--from-log", "file", "--domain", "sql"], 3, "file:1: not JSON"),
+        (["distill", "--from-log", "empty", "--domain", "sql"], 3, "no responses in empty"),
+        (["eval", "--target", "/dev/zero"], 4, "model directory /dev/zero is a device, not a directory"),
         (["eval", "--recipe", "/dev"], 2, "error: /dev cannot be read: Is a directory"),
         (["replay", "file"], 4, "file is damaged"),
         (["record", "file/t.parquet"], 2, "file is a file, not a directory"),
@@ -66,6 +69,7 @@ def test_every_recipe_can_be_dry_run(specctl, workplace, name):
 def test_a_plan_refuses_files_as_the_run_does(specctl, workplace, argv, code, said):
     """The run refused them, in part after hours."""
     (workplace / "file").write_text("content")
+    (workplace / "empty").write_text("")
     done = specctl(*argv, "--dry-run")
     assert done.code == code and said in done.err, done.err
 

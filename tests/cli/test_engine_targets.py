@@ -177,7 +177,7 @@ ACCEPTED = {
 def test_commands_that_use_an_engine_are_planned(specctl, tmp_path, distilled):
     """`distill --server` used to plan without looking at the target."""
     write("qwen3-next", tmp_path / "target")
-    (tmp_path / "log.jsonl").write_text("")
+    (tmp_path / "log.jsonl").write_text('{"prompt": "Q", "response": "A"}\n')
     distilled(tmp_path / "data")
     for case, words in ACCEPTED.items():
         done = specctl(*words, "--target", "./target", "--dry-run")

@@ -232,6 +232,7 @@ def test_unusable_adapters_are_refused(base, lora, tiny_directory, tmp_path):
     (text / "adapter_config.json").write_text("[]")
     for adapter, says in {
         "nowhere": "adapter directory nowhere does not exist",
+        text / "adapter_config.json": "adapter_config.json is a file, not a directory",
         tmp_path / "empty": "is not an adapter directory: it has no adapter_config.json",
         weightless: "has no adapter_model.safetensors",
         text: "adapter_config.json cannot be read",

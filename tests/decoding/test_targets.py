@@ -336,6 +336,8 @@ DAMAGED = {
     "head_dim": (config_with(head_dim=1e30), "head_dim"),
     "text": (config_with(text_config="gpt_oss"), r"config\.json"),
     "rope": (config_with(rope_parameters={"rope_type": [None]}), r"config\.json"),
+    "nameless rope": (config_with(rope_parameters={"rope_type": None}), "rope_type is None, not a name"),
+    "unknown rope": (config_with(rope_parameters={"rope_type": "zzz"}), "RoPE of type zzz"),
     "eps": (config_with(rms_norm_eps=math.nan), "rms_norm_eps is nan"),
     "end": (
         lambda directory: (directory / "generation_config.json").write_text('{"eos_token_id": "x"}'),

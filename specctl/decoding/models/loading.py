@@ -17,7 +17,7 @@ import torch
 
 from specctl import hub, regular_files
 from specctl.decoding.models import gguf_target, tensors
-from specctl.decoding.models.supported import check_decodable, context_limit, ropes, window_size
+from specctl.decoding.models.supported import check_decodable, check_ropes, context_limit, window_size
 from specctl.errors import CheckpointError, UsageError, brief
 
 ATTENTION = (None, "eager", "sdpa")
@@ -108,7 +108,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
         kind = text.model_type
-        for ask in (ropes, context_limit, window_size):
+        for ask in (check_ropes, context_limit, window_size):
             ask(text)  # fail here rather than later, when these values are used
     except Exception as error:  # files can make transformers raise anything
         telling = error.__cause__ if isinstance(error, StrictDataclassError) else error
@@ -208,9 +208,8 @@ def location(name: str) -> str:
     if name.startswith((".", "/", "~")) and not os.path.isdir(directory):
         if os.path.isfile(directory):
             raise CheckpointError(f"target {name} is a file, not a directory", f"--target {directory.parent}")
-        raise CheckpointError(
-            f"model directory {name} does not exist", "give a directory with config.json, or 'builtin'"
-        )
+        why = regular_files.directory_fault(directory)
+        raise CheckpointError(f"model directory {name} {why}", "give a directory with config.json, or 'builtin'")
     if not os.path.isdir(directory):  # returns False, without an error, for a name that is too long
         return name
     for file in sorted(directory.iterdir()):

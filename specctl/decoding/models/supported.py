@@ -43,7 +43,8 @@ def engine_only_reason(config) -> str | None:
     if (quantized := quantisation(config)) is not None and (reason := _unreadable_reason(quantized)) is not None:
         return reason
     if config.model_type in DENSE:
-        return unsupported_reason(config)  # without the mapping, which imports the models' code
+        # without the mapping, which imports the models' code
+        return unsupported_reason(config) or _unknown_rope_reason(config)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -106,6 +107,20 @@ def ropes(config) -> dict[str, dict[str, Any]]:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return {one.get("rope_type", "default"): one for one in nested or [parameters] if one}
+
+
+def check_ropes(config) -> None:
+    """Raise ValueError for a type of RoPE that is no name."""
+    for kind in ropes(config):
+        if not isinstance(kind, str):
+            raise ValueError(f"rope_type is {kind!r:.60}, not a name such as 'default'")
+
+
+def _unknown_rope_reason(config) -> str | None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    unknown = ropes(config.get_text_config()).keys() - ROPE_INIT_FUNCTIONS.keys() - {"default"}
+    return f"RoPE of type {brief(', '.join(sorted(unknown)))}, which transformers does not have" if unknown else None
 
 
 def context_limit(config) -> int | None:

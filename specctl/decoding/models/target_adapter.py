@@ -36,7 +36,7 @@ def files(adapter: str) -> list[Path]:
     directory = Path(adapter).expanduser()
     if not directory.is_dir():
         hint = "give a local directory; for one on the hub: hf download ID --local-dir DIR"
-        raise CheckpointError(f"adapter directory {adapter} does not exist", hint)
+        raise CheckpointError(f"adapter directory {adapter} {regular_files.directory_fault(directory)}", hint)
     if not (directory / ADAPTER).is_file():
         hint = "give a directory that peft's save_pretrained has written"
         raise CheckpointError(f"{adapter} is not an adapter directory: it has no {ADAPTER}", hint)
