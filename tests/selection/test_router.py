@@ -173,6 +173,15 @@ def test_an_invalid_record_is_named(saved, target, text):
         Router.load(saved, ARMS, target)
 
 
+@pytest.mark.parametrize("length", [-1, 0, 10**30, True])
+def test_an_impossible_length_of_prompts_is_refused(saved, target, length):
+    """The first prompt used to end the run with a traceback."""
+    record = json.loads((saved / RECORD).read_text())
+    (saved / RECORD).write_text(json.dumps(record | {"max_length": length}))
+    with pytest.raises(CheckpointError, match=RECORD):
+        Router.load(saved, ARMS, target)
+
+
 def test_a_missing_router_directory_is_refused(tmp_path, target):
     with pytest.raises(CheckpointError, match="no router directory"):
         Router.load(tmp_path / "none", ARMS, target)
@@ -228,6 +237,14 @@ def test_a_pretrained_encoder_is_fine_tuned(bert, target, tmp_path):
 def test_an_encoder_with_only_pickled_weights_is_refused(bert, target):
     (bert / "model.safetensors").unlink()
     (bert / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(CheckpointError, match="cannot load the classifier"):
+        train_router(SMALL.model_copy(update={"model": str(bert)}), generated(4), ARMS, target)
+
+
+@pytest.mark.parametrize(("file", "content"), [("model.safetensors", b"short"), ("config.json", b"[]")])
+def test_a_damaged_encoder_is_refused(bert, target, file, content):
+    """Damaged weights used to end with a SafetensorError and without the name of the encoder."""
+    (bert / file).write_bytes(content)
     with pytest.raises(CheckpointError, match="cannot load the classifier"):
         train_router(SMALL.model_copy(update={"model": str(bert)}), generated(4), ARMS, target)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from specctl.decoding.models import tensors
-from specctl.decoding.models.loading import load_tokenizer, location, model_directory
+from specctl.decoding.models.loading import first_line, load_tokenizer, location, model_directory
 from specctl.decoding.models.supported import quiet
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
@@ -136,15 +136,20 @@ class Router:
                 hint="train it again with specctl train-router",
             )
         where = str(path.absolute())
-        model = _pretrained(where, len(known))
-        return cls(known, list(arms), model.to(target.device), load_tokenizer(where), record["max_length"])
+        model, most = _pretrained(where, len(known)), record["max_length"]
+        if not 0 < most <= model.config.max_position_embeddings:
+            limit = f"its model reads 1 to {model.config.max_position_embeddings} tokens"
+            raise CheckpointError(
+                f"{path / RECORD}: max_length is {str(most):.20}, but {limit}", hint=checkpoint.RECOPY_HINT
+            )
+        return cls(known, list(arms), model.to(target.device), load_tokenizer(where), most)
 
 
 def _record(path: Path) -> dict[str, Any]:
     """Contents of router.json, after verifying the listed files. Raises CheckpointError."""
     record = checkpoint.read_json(path / RECORD)
     fields = {"arms": list, "max_length": int, "target": dict, "files": dict}
-    wrong = [name for name, kind in fields.items() if not isinstance(record.get(name), kind)]
+    wrong = [name for name, kind in fields.items() if type(record.get(name)) is not kind]
     if record.get("format") != checkpoint.FORMAT or wrong or not all(isinstance(name, str) for name in record["arms"]):
         raise CheckpointError(
             f"{path / RECORD} does not have format {checkpoint.FORMAT}", hint="use the specctl version that wrote it"
@@ -183,9 +188,11 @@ def _pretrained(name: str, classes: int, *, new_head: bool = False, revision: st
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                 location(name), num_labels=classes, revision=revision, **safely, **tensors.REPORT
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (CheckpointError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # files can make transformers raise anything
         raise CheckpointError(
-            f"cannot load the classifier {name}: {str(error).splitlines()[0]}",
+            f"cannot load the classifier {name}: {first_line(error)}",
             hint="give a BERT-style encoder with safetensors weights, or leave out router.model to train one "
             "from scratch",
         ) from error
