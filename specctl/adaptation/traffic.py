@@ -20,6 +20,7 @@ from specctl.errors import DataError
 from specctl.recipe import LearnFromServerRecipe
 
 POLL_S = 0.2
+LATEST = 1e12  # latest plausible time of a request, in seconds since 1970
 MAX_BACKLOG_CHUNKS = 4  # chunks of texts that may wait; beyond that the oldest texts are passed over
 
 
@@ -56,7 +57,7 @@ def parse_served_text(row: Mapping[str, Any], target: TargetText, options: dict[
         raise ValueError("has a response that is too short to learn from")
     drafting = turn.engine_ids.answer.drafting if turn.engine_ids else None
     began = row.get("began")
-    began = float(began) if isinstance(began, (int, float)) else 0.0
+    began = float(began) if isinstance(began, (int, float)) and 0 <= began <= LATEST else 0.0
     server = str(row.get("server", ""))
     return ServedText(kept["prompt_id"], "traffic", prompt, output, drafting, began=began, server=server)
 
@@ -70,10 +71,13 @@ class LogPosition:
 
 
 class Tail:
-    """Reader for the lines of a growing file. After a log rotation, the rest of the old file comes first."""
+    """Reader for the lines of a file. After a log rotation, the rest of the old file comes first.
 
-    def __init__(self, path: Path):
-        self.path = path
+    `grows`: whether a last line without a line end is still being written. Otherwise it is a line, too.
+    """
+
+    def __init__(self, path: Path, grows: bool = True):
+        self.path, self.grows = path, grows
         self.place = LogPosition()
         self._file: Any = None
         self._rest = b""
@@ -92,7 +96,7 @@ class Tail:
             if self._file is None and not self._begin():
                 return
             for line in self._file:
-                if not line.endswith(b"\n"):
+                if self.grows and not line.endswith(b"\n"):
                     self._rest += line
                     continue
                 line, self._rest = self._rest + line, b""
@@ -183,7 +187,7 @@ class LogTraffic(LoggedTexts):
 
     def chunks(self) -> Iterator[list[ServedText]]:
         """The chunks, each one when it is full. Raises Interrupted, or DataError (no texts, or too many bad lines)."""
-        tail = Tail(self.path)
+        tail = Tail(self.path, self.follow)
         tail.seek(self._place)
         waiting: deque[tuple[ServedText, LogPosition]] = deque()
         try:

@@ -47,7 +47,8 @@ from specctl.errors import ChatTemplateError, DataError
 EXPECTED = (
     'one JSON object per line: {"request": {…}, "response": {…}}, {"messages": […]} or {"prompt": "…", "response": "…"}'
 )
-UNKNOWN = -1.0  # temperature of a response if the log has none
+UNKNOWN = -1.0  # temperature of a response if the log has none, or none that a server accepts
+MOST_TEMPERATURE = 1e6
 ENDED_REASONS = ("stop", "eos", "eos_token")
 CUT_REASONS = ("length", "max_tokens", "stop_sequence", None)  # None: the server or a gateway was interrupted
 TOOL_CALL_REASONS = ("tool_calls", "function_call")
@@ -353,7 +354,7 @@ def _stop(choice: dict[str, Any], request: dict[str, Any], *, calls: bool = Fals
 
 def _temperature(request: dict[str, Any]) -> float:
     value = request.get("temperature")
-    return float(value) if isinstance(value, (int, float)) else UNKNOWN
+    return float(value) if isinstance(value, (int, float)) and 0 <= value <= MOST_TEMPERATURE else UNKNOWN
 
 
 def _turn_from_messages(request: dict[str, Any], response: dict[str, Any]) -> LoggedTurn:

@@ -10,6 +10,7 @@
 Every writer has a separate manifest, so the jobs of an array share a directory without sharing a file.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,7 @@ def writer_of(path: Path) -> Writer | None:
 
 def files(directory: Path, kind: str) -> list[Path]:
     """Files of one kind (shard, manifest, filtered, writer), in name order."""
-    return sorted(path for path in directory.glob(f"{kind}-*") if writer_of(path) and path.is_file())
+    return sorted(path for path in directory.glob(f"{kind}-*") if writer_of(path))
 
 
 def manifest_path(directory: Path, writer: Writer) -> Path:
@@ -57,7 +58,7 @@ def manifest_path(directory: Path, writer: Writer) -> Path:
 def load_manifest(path: Path) -> dict[str, Any]:
     """Load {"complete": bool, "shards": [{"file", "records", "tokens", "sha256"}]}; an empty manifest if there is no
     file."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return {"version": 1, "complete": False, "shards": []}
     manifest = load_json(path)
     entries = manifest.get("shards")

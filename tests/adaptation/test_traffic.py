@@ -130,6 +130,19 @@ def test_a_complete_log_is_read_in_chunks(text, tmp_path):
     assert reading.rejections.count == 1 and reading.passed_over == 0
 
 
+def test_a_complete_log_may_end_without_a_line_end(text, tmp_path):
+    """The last text used to be left out without a word."""
+    write(tmp_path / "log", [1])
+    write(tmp_path / "log", [2], end="")
+    assert numbers(traffic(tmp_path / "log", text, follow=False).chunks()) == [[1, 2]]
+
+
+@pytest.mark.parametrize("began", [10**400, float("nan"), -1, "now"])
+def test_an_impossible_time_of_a_request_counts_as_unknown(text, began):
+    """A number beyond floats used to end the run."""
+    assert parse_served_text(row(1, began=began), text, {}).began == 0
+
+
 def test_a_limit_ends_the_stream(text, tmp_path):
     write(tmp_path / "log", range(1, 11))
     assert numbers(traffic(tmp_path / "log", text, total=7).chunks()) == [[1, 2, 3], [4, 5, 6], [7]]

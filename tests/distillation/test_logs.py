@@ -70,6 +70,8 @@ def test_finish_reason_and_temperature_are_read():
     (turn,) = turns({"request": LOGGED["request"], "response": cut})
     assert (turn.cut, turn.temperature) == (True, 0.7)
     assert turns({"messages": [ASK, SAY]})[0].temperature == -1
+    for wrong in (10**400, float("nan"), -0.5, "warm"):  # a number beyond floats used to end the command
+        assert turns({"request": LOGGED["request"] | {"temperature": wrong}, "response": cut})[0].temperature == -1
     assert (
         turns({"instruction": "Add.", "input": "2 and 3", "output": "5"})[0].messages[0]["content"] == "Add.\n\n2 and 3"
     )

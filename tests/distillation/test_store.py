@@ -207,6 +207,18 @@ def test_a_damaged_manifest_is_named(tmp_path, text):
             attempt()
 
 
+def test_a_manifest_that_is_no_file_is_named(tmp_path):
+    """It used to count as missing, so that the shards were read without a comparison of their digests."""
+    fill(tmp_path)
+    manifest = tmp_path / "manifest-0of1.json"
+    manifest.unlink()
+    for make in (manifest.mkdir, lambda: manifest.symlink_to(manifest.name)):
+        make()
+        with pytest.raises(DataError, match=r"manifest-0of1\.json cannot be read"):
+            list(store.read(tmp_path))
+        manifest.rmdir() if manifest.is_dir() else manifest.unlink()
+
+
 def test_a_manifest_of_one_of_many_writers_does_not_complete_the_data(tmp_path):
     """Checked without a list of all writers, because a file name can claim any number."""
     fill(tmp_path)
