@@ -90,8 +90,6 @@ class Lock:
                         self._sign(fd)
                     except OSError:  # the disk is full
                         self.path.unlink(missing_ok=True)
-                        with suppress(OSError):  # the directory is not empty
-                            self.path.parent.rmdir()
                         raise
                     return fd
             except BaseException:
@@ -181,22 +179,25 @@ class Lock:
 
 
 @contextmanager
-def hold(path: Path, protected: Path) -> Iterator[None]:
+def hold(path: Path, protected: Path, new: bool = True) -> Iterator[None]:
     """Hold the lock file `path`, in an existing directory, during the block.
 
-    Under torchrun only rank 0 holds it. Afterwards the file is removed, and its directory too if that is empty. Raises
-    the errors of `Lock`.
+    Under torchrun only rank 0 holds it. Afterwards the file is removed, and a `new` directory too if it is empty.
+    Raises the errors of `Lock`.
     """
     if not progress.is_rank_zero():
         yield
         return
-    lock = Lock(path, protected)
     try:
-        yield
+        lock = Lock(path, protected)
+        try:
+            yield
+        finally:
+            lock.release()
     finally:
-        lock.release()
-        with suppress(OSError):  # the directory is not empty
-            path.parent.rmdir()
+        if new:
+            with suppress(OSError):  # the directory is not empty
+                path.parent.rmdir()
 
 
 def describe_holder(holder: Signature) -> str:

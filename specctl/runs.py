@@ -52,6 +52,7 @@ class Run:
         self._private = False  # whether it holds users' texts
         self._recipe: Any = None  # set until the run begins
         self._earlier = b""  # first metrics, from the resumed run
+        self._new = True  # whether the directory was made for this run
 
     @classmethod
     def create(cls, command: str, recipe: Any, output_dir: str | Path | None = None) -> Run:
@@ -69,14 +70,14 @@ class Run:
         run = cls(directory, command, recipe.target.name, recipe_seed(recipe))
         run._recipe, run._private = recipe, private
         if run._writes:
-            make_dir(run.dir, mode)
+            run._new = make_dir(run.dir, mode) or output_dir is None
             check_same_command(run.dir, command)
         return run
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the directory's lock during the block. Raises UsageError if another process uses the directory."""
-        with lock.hold(self.dir / lock.NAME, self.dir):
+        with lock.hold(self.dir / lock.NAME, self.dir, self._new):
             remove_leftovers(self.dir)
             yield
 
@@ -314,11 +315,14 @@ def path_in_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def make_dir(path: Path, mode: int = 0o777) -> None:
-    """Create a directory to write into. Raises SpecctlError if the file system refuses, UsageError if a file is there.
+def make_dir(path: Path, mode: int = 0o777) -> bool:
+    """Create a directory to write into, and return whether there was none.
+
+    Raises SpecctlError if the file system refuses, UsageError if a file is there.
 
     `mode`: permissions of a new directory, before the umask; an existing directory keeps its permissions.
     """
+    new = not os.path.lexists(path)
     try:
         path.mkdir(mode, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -331,6 +335,7 @@ def make_dir(path: Path, mode: int = 0o777) -> None:
         raise SpecctlError(f"cannot create {path}: {error.strerror}", hint="choose another --output-dir") from error
     if not os.access(path, os.W_OK):
         raise SpecctlError(f"cannot write to {path}: read-only", hint="choose another --output-dir")
+    return new
 
 
 def environment(seed: int | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -204,6 +205,16 @@ def test_a_full_disk_leaves_no_lock_file(place, monkeypatch):
     with pytest.raises(SpecctlError, match="No space left on device"), take(place):
         pass
     assert not place.exists()
+
+
+def test_an_empty_directory_that_was_there_before_stays(place, monkeypatch):
+    """It used to be removed if the lock could not be signed, and at the end of a command that wrote nothing."""
+    with lock.hold(place / lock.NAME, place, new=False):
+        pass
+    monkeypatch.setattr(lock.os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    with pytest.raises(SpecctlError, match="No space left on device"), lock.hold(place / lock.NAME, place, new=False):
+        pass
+    assert list(place.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -46,6 +46,17 @@ def test_a_run_is_recorded(tmp_path, monkeypatch):
     assert runs.Run.create("eval", EvalRecipe()).dir != run.dir, "runs of one second differ"
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_refused_run_removes_only_a_directory_of_its_own(tmp_path, there):
+    """A user's empty output directory used to vanish."""
+    place = tmp_path / "out"
+    if there:
+        place.mkdir()
+    with pytest.raises(UsageError), runs.Run.create("eval", EvalRecipe(), place).held():
+        raise UsageError("refused")
+    assert place.exists() == there
+
+
 def test_simultaneous_runs_get_different_names(tmp_path, monkeypatch):
     """In an array of a thousand jobs, some draw the same number."""
     monkeypatch.chdir(tmp_path)

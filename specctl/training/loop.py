@@ -64,8 +64,8 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
         Interrupted: a signal arrived; a checkpoint was saved.
         SpecctlError: the loss or a gradient is not finite; the last checkpoint is from an earlier step.
     """
-    make_dir(recipe.output.parent)
-    with lock.hold(recipe.output.with_name(f".{recipe.output.name}{lock.NAME}"), recipe.output):
+    new = make_dir(recipe.output.parent)
+    with lock.hold(recipe.output.with_name(f".{recipe.output.name}{lock.NAME}"), recipe.output, new):
         remove_leftovers(recipe.output.parent, recipe.output.name)
         if FAMILIES[recipe.arch].trainable is None:
             return collect(recipe, run)
