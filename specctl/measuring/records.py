@@ -89,9 +89,15 @@ def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name
     """Write records.parquet, or a part of it under another name, whole or not at all."""
     sink = pa.BufferOutputStream()
     schema = SCHEMA.with_metadata({STAMP: to_json(stamp)})
-    pq.write_table(pa.Table.from_pylist([record.row() for record in records], schema=schema), sink)
+    rows = pa.Table.from_pylist([record.row() for record in records], schema=schema)
+    pq.write_table(rows, sink, write_page_checksum=True)
     atomic_write(directory / name, sink.getvalue().to_pybytes())
     return directory / name
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file that `write_records` has written. A changed byte is an OSError."""
+    return pq.read_table(path, page_checksum_verification=True).to_pylist()
 
 
 def chunk_file_name(number: int) -> str:
@@ -111,7 +117,7 @@ def read_chunk_records(directory: Path) -> list[Record]:
     for path in chunk_files(directory):
         try:
             regular_files.check(path)
-            rows = pq.read_table(path).to_pylist()
+            rows = _read_rows(path)
             records += [replace(_record(row, []), agreement=row["agreement"], session=row["session"]) for row in rows]
         except (pa.ArrowException, OSError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged: {one_line(error)}", "start with --overwrite") from error
@@ -125,8 +131,13 @@ def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]
     """
     check_stamp(directory, stamp)
     path = directory / RECORDS
-    rows = pq.read_table(path).to_pylist() if path.exists() else []
-    return [_record(row, prompts[row["id"]]) for row in rows if row["id"] in prompts]
+    if not path.exists():
+        return []
+    try:
+        rows = _read_rows(path)
+        return [_record(row, prompts[row["id"]]) for row in rows if row["id"] in prompts]
+    except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
+        raise _unusable(path, error) from error
 
 
 def fingerprints(paths: Mapping[str, str]) -> dict[str, str]:
@@ -154,9 +165,16 @@ def check_stamp(directory: Path, stamp: Stamp) -> None:
     try:
         regular_files.check(path)
         kept = regular_files.parse_json((pq.read_schema(path).metadata or {})[STAMP])
-    except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
-        raise SpecctlError(f"cannot continue from {path}: {error}", hint="--overwrite starts over") from error
+        if not isinstance(kept, dict) or not all(isinstance(kept.get(part), dict) for part in stamp):
+            raise ValueError("its origin is not readable")
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        raise _unusable(path, error) from error
     check_same(kept, stamp, str(path))
+
+
+def _unusable(path: Path, error: Exception) -> SpecctlError:
+    why = getattr(error, "strerror", None) or one_line(error)
+    return SpecctlError(f"cannot continue from {path}: {why}", hint="--overwrite starts over")
 
 
 def check_same(kept: Stamp, stamp: Stamp, what: str) -> None:
