@@ -138,10 +138,8 @@ class Router:
         where = str(path.absolute())
         model, most = _pretrained(where, len(known)), record["max_length"]
         if not 0 < most <= model.config.max_position_embeddings:
-            limit = f"its model reads 1 to {model.config.max_position_embeddings} tokens"
-            raise CheckpointError(
-                f"{path / RECORD}: max_length is {str(most):.20}, but {limit}", hint=checkpoint.RECOPY_HINT
-            )
+            limit = f"not in 1 … {model.config.max_position_embeddings}, as its model requires"
+            raise CheckpointError(f"{path / RECORD}: max_length is {most!s:.20}, {limit}", checkpoint.RECOPY_HINT)
         return cls(known, list(arms), model.to(target.device), load_tokenizer(where), most)
 
 
