@@ -33,6 +33,7 @@ from specctl.engines.records import (
     MalformedResponse,
     NoResponse,
     Refusal,
+    parsing,
 )
 from specctl.engines.responses import describe_transport_error, error_message, parse_json, parse_piece, retry_after
 from specctl.errors import CheckpointError, SpecctlError, UsageError
@@ -277,7 +278,7 @@ class Client:
                     await accept(server)
             except SpecctlError as error:
                 return error.message
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 return f"{url} does not respond: {describe_transport_error(error)}"
             except (MalformedResponse, TimeoutError) as error:
                 return f"{url} gives no valid answer in {JOIN_S:g} s {error}".rstrip()
@@ -383,7 +384,7 @@ class Client:
                 json=call.body,
                 headers={"Connection": "close"},  # a reused connection breaks: vLLM drops it after a failure
             )
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise NoResponse(f"the server does not respond: {describe_transport_error(error)}") from error
         if response.status_code in (401, 403):
             raise EngineError(f"the server rejects the API key (status {response.status_code})", self._key_hint())
@@ -397,7 +398,7 @@ class Client:
         """Answer to a question about a server. Raises EngineError if the server is gone or the answer is malformed."""
         try:
             return self._runner.run(question)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise NoResponse(f"a server does not respond: {describe_transport_error(error)}") from error
         except MalformedResponse as error:
             raise EngineError(
@@ -462,7 +463,7 @@ class Client:
                 if not (response.status_code in BUSY or response.status_code >= 500):
                     raise self._status_error(server, response)
                 pause = max(pause, retry_after(response) or 0.0)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 self._suspects.add(server.url)
                 why = describe_transport_error(error)
             except MalformedResponse as error:
@@ -505,12 +506,14 @@ class Client:
                 data = proxy_messages.data_of(event).decode(errors="replace").strip()
                 if data and data != "[DONE]":
                     pieces.append(parse_piece(data))
-                    if first is None and server.dialect.has_token(pieces[-1]):
-                        first = time.perf_counter()
+                    with parsing("tokens in its stream"):
+                        if first is None and server.dialect.has_token(pieces[-1]):
+                            first = time.perf_counter()
         return response, server.dialect.join_stream(pieces), first
 
     def _read(self, server: Endpoint, content: Any, ask: GenerationRequest) -> GenerationResult | Refusal:
-        answer = server.dialect.parse_answer(content, ask)
+        with parsing("text in its answer"):
+            answer = server.dialect.parse_answer(content, ask)
         if isinstance(answer, Refusal):
             return answer
         ids, stop = answer.output_ids, answer.stop

@@ -127,9 +127,11 @@ def max_corpus_tokens(info: Any) -> int:
         raise EngineError(f"it {drafts}, but only NGRAM uses corpora", f"start SGLang with {FLAGS}")
     if budget is None or most is None:
         raise EngineError("it does not support external corpora", f"{sglang.VERSION} does")
+    with parsing("number of tokens in its server info"):
+        budget, most = int(budget), int(most)
     if budget < 1:
         raise EngineError("it does not draft from corpora (budget 0)", f"start SGLang with {FLAGS}")
-    return int(most)
+    return most
 
 
 def corpora_of(document: Any) -> dict[str, int]:

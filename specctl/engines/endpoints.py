@@ -46,7 +46,7 @@ async def connect(http: httpx.AsyncClient, url: str, recipe: ServerRecipe) -> En
             break
         except (httpx.InvalidURL, UnicodeError) as error:  # such as a host name with a symbol
             raise EngineError(f"{url} is not an address: {error}") from error
-        except (httpx.TransportError, EngineError) as error:
+        except (httpx.RequestError, EngineError) as error:
             if time.monotonic() < until and not progress.interrupts.requested():
                 await asyncio.sleep(POLL_S)
                 continue

@@ -18,6 +18,7 @@ from specctl.engines.records import (
     MalformedResponse,
     NoResponse,
     WeightUpdateDialect,
+    parsing,
 )
 from specctl.engines.vllm_worker import DrafterMismatch, contents, fingerprint, read_layout
 from specctl.errors import SpecctlError, UsageError
@@ -63,7 +64,11 @@ def read_exported(directory: Path, *, tensors: bool) -> ExportedDrafter:
 async def loaded_drafter(place: PublicationServer) -> LoadedDrafter:
     """The drafter that a server uses now. Raises EngineError."""
     try:
-        now = place.publisher.parse_loaded([await place.call(call) for call in place.publisher.LOADED_CALLS])
+        answers = [await place.call(call) for call in place.publisher.LOADED_CALLS]
+        with parsing("report on its drafter"):
+            now = place.publisher.parse_loaded(answers)
+        if not all(isinstance(name, str | None) for name in (now.version, now.directory, now.started)):
+            raise MalformedResponse("its report on its drafter has values of other types than names")
     except (EngineError, MalformedResponse) as error:
         raise with_address(place, error) from error
     if now.directory is None and now.version in place.published_directories:

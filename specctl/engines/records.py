@@ -40,7 +40,7 @@ def parsing(what: str) -> Iterator[None]:
     """Raise MalformedResponse if the block does not find `what` in a document."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, StopIteration) as error:
         raise MalformedResponse(f"no {what} ({type(error).__name__}: {error})") from error
 
 

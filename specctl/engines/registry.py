@@ -4,8 +4,9 @@ from typing import Any, cast
 
 import httpx
 
+from specctl import regular_files
 from specctl.engines import llamacpp, sglang, vllm
-from specctl.engines.records import Dialect, EndpointFacts, EngineError, WeightUpdateDialect
+from specctl.engines.records import Dialect, EndpointFacts, EngineError, WeightUpdateDialect, is_count
 from specctl.errors import UsageError
 
 DIALECTS: dict[str, Dialect] = {one.NAME: cast(Dialect, one) for one in (vllm, sglang, llamacpp)}
@@ -29,7 +30,7 @@ def publisher(engine: str, url: str) -> WeightUpdateDialect:
 async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> EndpointFacts:
     """Detect the engine at `url`, its version and its models.
 
-    Raises EngineError if it is no engine, and httpx.TransportError if no server answers.
+    Raises EngineError if it is no engine, and httpx.RequestError if no server answers.
     """
     served = await _json(http, f"{url}/v1/models")
     if isinstance(served, httpx.Response):
@@ -38,19 +39,22 @@ async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> Endp
         models = [entry["id"] for entry in served["data"] if not entry.get("parent")]
         adapters = [entry["id"] for entry in served["data"] if entry.get("parent")]
         longest = served["data"][0].get("max_model_len")
+        if not all(isinstance(name, str) for name in models + adapters):
+            raise TypeError("a model without a name")
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise EngineError(f"{url}/v1/models lists no models", GIVE_URL) from error
     if served["data"][0].get("owned_by") == OWN:
         raise EngineError(f"{url} is specctl serve: its answers have no token ids", GIVE_URL)
     if engine == llamacpp.NAME or (engine == "auto" and served["data"][0].get("owned_by") == llamacpp.OWNER):
         return llamacpp.facts(await _json(http, url + llamacpp.PROPERTIES), url, models + adapters)
+    context = longest if is_count(longest) and longest else None
     for name, paths in SAYS_VERSION.items():
         for path in paths if engine in ("auto", name) else ():
             about = await _json(http, url + path)
             if isinstance(about, dict) and isinstance(about.get("version"), str):
-                return EndpointFacts(name, about["version"], models + adapters, longest)
+                return EndpointFacts(name, about["version"], models + adapters, context)
     if engine != "auto":
-        return EndpointFacts(engine, "unknown", models + adapters, longest)
+        return EndpointFacts(engine, "unknown", models + adapters, context)
     raise EngineError(
         f"{url} serves {', '.join(models)}, but is neither vLLM nor SGLang nor llama-server",
         "set server.engine=vllm (or sglang, llama.cpp) to treat it as one",
@@ -61,7 +65,7 @@ async def _json(http: httpx.AsyncClient, address: str) -> Any:
     """The JSON at an address; the response itself if its status is not 200 or it is not JSON."""
     response = await http.get(address)
     try:
-        return response.json() if response.status_code == 200 else response
+        return regular_files.parse_json(response.content) if response.status_code == 200 else response
     except ValueError:
         return response
 

@@ -1,12 +1,12 @@
 """Read the responses of servers: JSON, pieces of streams, error messages."""
 
 import email.utils
-import json
 import time
 from typing import Any
 
 import httpx
 
+from specctl import regular_files
 from specctl.engines.records import MalformedResponse
 from specctl.errors import brief
 from specctl.redaction import redacted
@@ -15,7 +15,7 @@ from specctl.redaction import redacted
 def parse_json(response: httpx.Response) -> Any:
     """The JSON of a response. Raises MalformedResponse."""
     try:
-        return response.json()
+        return regular_files.parse_json(response.content)
     except ValueError as error:
         what = "a web page" if "html" in response.headers.get("content-type", "") else "invalid or incomplete JSON"
         raise MalformedResponse(f"it returned {what}: {brief(response.text, 80)!r}") from error
@@ -24,7 +24,7 @@ def parse_json(response: httpx.Response) -> Any:
 def parse_piece(line: str) -> Any:
     """Parse a piece of a stream. Raises MalformedResponse."""
     try:
-        found = json.loads(line)
+        found = regular_files.parse_json(line)
     except ValueError as error:
         raise MalformedResponse(f"incomplete piece of a stream: {brief(line, 80)!r}") from error
     if not isinstance(found, dict) or "error" in found:
@@ -35,7 +35,7 @@ def parse_piece(line: str) -> Any:
 def error_message(response: httpx.Response) -> str:
     """The message of an error response, in the server's words."""
     try:
-        found = response.json()
+        found = regular_files.parse_json(response.content)
     except ValueError:
         return redacted(brief(response.text.strip(), 200)) or response.reason_phrase
     for key in ("error", "message", "detail"):
@@ -45,7 +45,7 @@ def error_message(response: httpx.Response) -> str:
 
 
 def describe_transport_error(error: Exception) -> str:
-    """Describe a failure of the connection to the server."""
+    """Describe a failure of the connection to the server, or of the unpacking of its answer."""
     kind = "timeout" if isinstance(error, httpx.TimeoutException) else type(error).__name__
     return redacted(f"{kind}: {error}" if str(error) else kind)
 
@@ -60,6 +60,6 @@ def retry_after(response: httpx.Response) -> float | None:
     except ValueError:
         try:
             seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
+        except (ValueError, ArithmeticError):
             return None
     return min(max(0.0, seconds), 120.0)

@@ -218,7 +218,7 @@ def _ranks(document: Any) -> list[dict[str, Any]]:
     do."""
     with parsing("answers from its workers"):
         ranks = [rank for rank in document["results"] if rank.get("drafts", True)]
-        refusals = [rank["refused"] for rank in ranks if "refused" in rank]
+        refusals = [str(rank["refused"]) for rank in ranks if "refused" in rank]
     if not ranks:
         raise MalformedResponse("no worker of it drafts")
     if refusals:

@@ -1,18 +1,27 @@
 """The client of engines: validation of answers, retries, and error messages."""
 
+import asyncio
 import math
 import random
 import signal
 import threading
 import time
 
+import httpx
 import pytest
 
 from specctl import progress
-from specctl.engines import metrics, vllm
+from specctl.engines import endpoints, metrics, vllm
 from specctl.engines.client import Client
-from specctl.engines.records import DraftCounters, EngineError, GenerationRequest, GenerationResult, Refusal
-from specctl.engines.responses import retry_after
+from specctl.engines.records import (
+    DraftCounters,
+    EngineError,
+    GenerationRequest,
+    GenerationResult,
+    MalformedResponse,
+    Refusal,
+)
+from specctl.engines.responses import error_message, parse_json, parse_piece, retry_after
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import ServerRecipe
 from tests.toys.engine import FAULTS, FakeEngine
@@ -67,6 +76,59 @@ def test_failed_requests_are_retried_until_all_texts_are_right(engine, text):
         found = answered(client, asks(60))
     assert [(one.output_ids, one.stop) for one in found] == expected(engine, asks(60))
     assert client.failures >= 12 and sum(one.tries > 1 for one in found) >= 8
+
+
+ODD = [None, 5, -1, 10**400, 1e308, "x", [], [[]], {}, {"a": {}}]
+
+
+def altered(document):
+    """Copies of a JSON document, each with one odd value in the place of a part."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            yield from (document | {key: other} for other in [*ODD, *altered(value)])
+    elif isinstance(document, list) and document:
+        yield from ([other, *document[1:]] for other in altered(document[0]))
+
+
+def test_an_answer_of_wrong_types_is_no_error_of_ours(engine, text):
+    """A finish reason that was a list ended a run of hours with a TypeError. Now such an answer is asked for again."""
+    (ask,) = asks(1)
+    engine.histogram = [1, 2]
+    with Client(recipe(engine)) as client:
+        (server,) = client.servers
+        whole = engine.generated(server.dialect.request_body(ask, server.model))
+        assert client._read(server, whole, ask).drafting.rounds == 3
+        refused = 0
+        for document in [*ODD, *altered(whole)]:
+            try:
+                client._read(server, document, ask)
+            except MalformedResponse:
+                refused += 1
+    assert refused > 30
+
+
+def test_json_that_is_nested_too_deeply_is_malformed():
+    """It used to end a command with a RecursionError."""
+    deep = "[" * 100_000
+    with pytest.raises(MalformedResponse, match="invalid or incomplete JSON"):
+        parse_json(httpx.Response(200, text=deep))
+    with pytest.raises(MalformedResponse, match="incomplete piece of a stream"):
+        parse_piece(deep)
+    assert error_message(httpx.Response(500, text=deep)).startswith("[[[")
+
+
+def test_an_answer_that_cannot_be_unpacked_is_an_engine_error():
+    """It used to end a command with a DecodingError."""
+    broken = httpx.MockTransport(
+        lambda request: httpx.Response(200, headers={"Content-Encoding": "gzip"}, stream=httpx.ByteStream(b"junk"))
+    )
+
+    async def connect():
+        async with httpx.AsyncClient(transport=broken) as http:
+            await endpoints.connect(http, "http://a", ServerRecipe(urls=["http://a"], wait_s=0))
+
+    with pytest.raises(EngineError, match="no server responds at http://a: DecodingError"):
+        asyncio.run(connect())
 
 
 @pytest.mark.parametrize("fault", ["short", "foreign", "cut", "html"])
@@ -212,6 +274,11 @@ class TestServerChecks:
         with pytest.raises(EngineError, match="lists no models"), Client(recipe(engine)):
             pass
 
+    def test_a_model_without_a_name_is_refused(self, engine):
+        engine.pages["/v1/models"] = {"data": [{"id": ["toy"]}]}
+        with pytest.raises(EngineError, match="lists no models"):
+            Client(recipe(engine)).__enter__()
+
     def test_a_missing_model_is_refused(self, engine):
         with (
             pytest.raises(UsageError, match="does not serve model 'other'") as error,
@@ -325,8 +392,6 @@ def test_an_address_may_end_with_v1():
     ("value", "seconds"), [("2", 2), ("9999", 120), ("-1", 0), ("soon", None), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)]
 )
 def test_retry_after_is_parsed_and_capped(value, seconds):
-    import httpx
-
     assert retry_after(httpx.Response(429, headers={"Retry-After": value})) == seconds
 
 

@@ -109,6 +109,7 @@ UNABLE = [
     (dict(algorithm=None), "it does not draft"),
     (dict(budget=0), "it does not draft from corpora (budget 0) | start SGLang with"),
     (dict(budget=None), "it does not support external corpora | SGLang 0.5.23 does"),
+    (dict(budget="many"), "no number of tokens in its server info"),
     (dict(most=3), "has room for 3 tokens of corpora and holds 0"),
 ]
 

@@ -405,7 +405,9 @@ def test_a_directory_with_other_files_on_the_server_is_refused(tokenizer, heads,
 
 def test_malformed_answers_are_engine_errors(server, heads):
     with Client(recipe(server)) as client:
-        for strange in ({"results": "?"}, {"results": [{}]}, {"results": []}, {"a": 1}, {"success": "no"}):
+        odd_rank = {"version": [], "directory": None, "fingerprint": "", "drafts": True}
+        odd = {"results": [odd_rank]}, {"results": [{"refused": 5}]}, {"results": "?"}, {"results": [{}]}
+        for strange in (*odd, {"results": []}, {"a": 1}, {"success": "no"}):
             server.engine.breaks = lambda name, strange=strange: strange
             refusal(client, heads[1], "1", kind=EngineError)
 

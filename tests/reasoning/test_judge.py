@@ -156,6 +156,7 @@ def test_a_password_in_the_address_becomes_basic_authentication(server):
         (b'{"choices": [{"message": {"content": null}}]}', 200),
         (reply("perhaps"), 200),
         (b"\xff\xfe", 200),
+        (b"[" * 9000, 200),
         (b"x" * (judges.LONGEST_REPLY + 1), 200),
         (reply("[aligned]"), 500),
     ],

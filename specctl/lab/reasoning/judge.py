@@ -4,7 +4,6 @@ With every judge, two steps that are equal after folding are aligned without a r
 without a ruling, a time-out and an unreachable judge all count as not aligned: then the target's own step is used.
 """
 
-import json
 import os
 import re
 import time
@@ -27,6 +26,7 @@ from specctl.errors import CheckpointError
 from specctl.lab.reasoning import answers
 from specctl.lab.reasoning.options import JudgeRecipe
 from specctl.progress import interrupts, warn
+from specctl.regular_files import parse_json
 
 Pair = tuple[str, str]
 RulingFunction = Callable[[list[Pair]], list[bool | None]]
@@ -200,7 +200,7 @@ class EndpointJudge:
     def _rule(self, pair: Pair) -> bool | None:
         interrupts.check()
         try:
-            return read_ruling(json.loads(self._post(pair))["choices"][0]["message"]["content"])
+            return read_ruling(parse_json(self._post(pair))["choices"][0]["message"]["content"])
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             if not self._told:
                 self._told = True
