@@ -225,7 +225,6 @@ LOOKED_AT = {
     "head_directory._names",
     "head_directory._tensors",
     "line_streams._parquet",
-    "records.read_records",
 }
 LOOKED_AT |= {"replaced_tensors._exchange"}
 """Functions whose files another function has looked at."""

@@ -97,6 +97,7 @@ def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a file that `write_records` has written. A changed byte is an OSError."""
+    regular_files.check(path)
     return pq.read_table(path, page_checksum_verification=True).to_pylist()
 
 
@@ -116,7 +117,6 @@ def read_chunk_records(directory: Path) -> list[Record]:
     records = []
     for path in chunk_files(directory):
         try:
-            regular_files.check(path)
             rows = _read_rows(path)
             records += [replace(_record(row, []), agreement=row["agreement"], session=row["session"]) for row in rows]
         except (pa.ArrowException, OSError, KeyError, TypeError) as error:
