@@ -315,12 +315,13 @@ def path_in_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def make_dir(path: Path, mode: int = 0o777) -> bool:
+def make_dir(path: Path, mode: int = 0o777, hint: str = "choose another --output-dir") -> bool:
     """Create a directory to write into, and return whether there was none.
 
     Raises SpecctlError if the file system refuses, UsageError if a file is there.
 
     `mode`: permissions of a new directory, before the umask; an existing directory keeps its permissions.
+    `hint`: remedy for errors.
     """
     new = not os.path.lexists(path)
     try:
@@ -328,13 +329,13 @@ def make_dir(path: Path, mode: int = 0o777) -> bool:
     except (FileExistsError, NotADirectoryError) as error:
         taken = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
         kind = "a link that leads nowhere" if taken.is_symlink() and not taken.exists() else "a file, not a directory"
-        raise UsageError(f"{taken} is {kind}", hint="choose another --output-dir") from error
+        raise UsageError(f"{taken} is {kind}", hint) from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise UsageError(f"cannot create {path}: {error.strerror}", hint="choose a shorter name") from error
-        raise SpecctlError(f"cannot create {path}: {error.strerror}", hint="choose another --output-dir") from error
+        raise SpecctlError(f"cannot create {path}: {error.strerror}", hint) from error
     if not os.access(path, os.W_OK):
-        raise SpecctlError(f"cannot write to {path}: read-only", hint="choose another --output-dir")
+        raise SpecctlError(f"cannot write to {path}: read-only", hint)
     return new
 
 

@@ -156,7 +156,7 @@ class FeatureFiles:
     def writing(self) -> Iterator[None]:
         """Lock the directory against other runs. One process of a run holds the lock while all of its processes write.
         UsageError names the holder of the lock."""
-        make_dir(self.dir)
+        make_dir(self.dir, hint="set another features.dir")
         lock = Lock(self.dir / LOCK, hint="wait until that run has ended, or set another features.dir")
         try:
             atomic_write(self.dir / MANIFEST, to_json(self.about, indent=2) + "\n")

@@ -16,7 +16,7 @@ from specctl.decoding.target import Target
 from specctl.drafters import checkpoint as drafters
 from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.head import Eagle3Head
-from specctl.errors import CheckpointError, Interrupted, SpecctlError
+from specctl.errors import CheckpointError, Interrupted, SpecctlError, UsageError
 from specctl.progress import interrupts
 from specctl.recipe import DrafterRecipe, FeatureRecipe
 from specctl.runs import Run
@@ -396,3 +396,13 @@ def test_a_long_document_needs_linear_memory(path, length, largest_tensor):
         total.backward()
     assert total.isfinite() and batch.features.shape == (length - 2, 16)
     assert seen.elements <= max(300 * length, features.CHUNK_MASK["cpu"])
+
+
+def test_a_file_in_the_place_of_the_features_is_refused_with_their_key(tmp_path):
+    """The hint used to be another --output-dir, which changes nothing."""
+    (tmp_path / "file").touch()
+    about = {"target": {"hidden_size": 4}, "dtype": "torch.float32", "taps": []}
+    files = feature_files.FeatureFiles(tmp_path / "file", about, [])
+    with pytest.raises(UsageError, match="is a file, not a directory") as caught, files.writing():
+        pass
+    assert caught.value.hint == "set another features.dir"

@@ -43,7 +43,7 @@ class Recording:
         another process is writing; CheckpointError if a piece cannot be read."""
         if self.path is not None:
             check_free(self.path, resume=self.resume, overwrite=self.overwrite)
-            make_dir(pieces(self.path))
+            make_dir(pieces(self.path), hint="record to another file")
             where = pieces(self.path) / "writer.lock"
             self._lock = Lock(where, self.path, hint="wait for it, or record to another file")
             try:
