@@ -20,18 +20,38 @@ def is_embedding_like(name: str) -> bool:
 
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 STEPS, LEAST_NORM = 5, 1e-7
+WIDE = 1.5  # columns per row from which the iteration on the Gram matrix is faster, on a CPU
 
 
 def orthogonal(update: Tensor, dtype: torch.dtype) -> Tensor:
     """Approximate U Vᵀ of `update` = U S Vᵀ [m, n] by Newton–Schulz iteration in `dtype` (Jordan et al. 2024)."""
-    a, b, c = NEWTON_SCHULZ
     tall = update.shape[0] > update.shape[1]
     x = (update.mT if tall else update).to(dtype)
     x = x / x.norm().clamp_min(LEAST_NORM)
-    for _ in range(STEPS):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if dtype == torch.float32 and x.shape[1] >= WIDE * x.shape[0]:  # bf16 is too coarse for powers of the Gram matrix
+        x = _iterated(x @ x.mT) @ x
+    else:
+        for _ in range(STEPS):
+            x = torch.addmm(x, _without_identity(x @ x.mT), x, beta=NEWTON_SCHULZ[0])
     return x.mT if tall else x
+
+
+def _iterated(gram: Tensor) -> Tensor:
+    """The matrix [m, m] that all steps together multiply x with, from the Gram matrix of x. Every factor is a
+    polynomial of it, so they commute, and the products are of [m, m] instead of [m, n]."""
+    steps: Tensor | None = None
+    for _ in range(STEPS):
+        step = _without_identity(gram)
+        step.diagonal().add_(NEWTON_SCHULZ[0])
+        steps = step if steps is None else step @ steps
+        gram = step @ gram @ step
+    assert steps is not None
+    return steps
+
+
+def _without_identity(gram: Tensor) -> Tensor:
+    """b G + c G² of a step x ← (a I + b G + c G²) x."""
+    return torch.addmm(gram, gram, gram, beta=NEWTON_SCHULZ[1], alpha=NEWTON_SCHULZ[2])
 
 
 def typical_size(shape: torch.Size) -> float:

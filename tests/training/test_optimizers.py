@@ -52,6 +52,17 @@ def test_orthogonalization_keeps_directions_and_equalizes_lengths(shape):
     assert (made - made.diagonal().diag()).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("shape", [(48, 70), (48, 72), (128, 48), (5, 400)])
+def test_the_iteration_on_the_gram_matrix_gives_the_same_matrix(shape):
+    """Singular values over four decades; fp64 iterates on the matrix itself, as fp32 does if it is not wide."""
+    generator = torch.Generator().manual_seed(5)
+    u, _, v = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
+    update = u * torch.logspace(0, -4, min(shape)) @ v
+    exact = orthogonal(update.double(), torch.float64)
+    torch.testing.assert_close(orthogonal(update, torch.float32).double(), exact, atol=1e-3, rtol=0)
+    assert torch.linalg.svdvals(exact).max() < 1.3
+
+
 SHAPES = (24, 40), (40,), (7, 3), (1,)  # some are not multiples of the vector width
 OPTIONS = OptimizerRecipe(weight_decay=0.1, betas=[0.8, 0.9])
 
