@@ -4,11 +4,17 @@ import atexit
 import errno
 import functools
 import gc
+import inspect
 import os
+import random
 import threading
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
+import hypothesis
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +27,12 @@ from specctl.decoding.target_text import load_target_text
 from specctl.drafters.hybrid.costs import ROWS, Costs
 
 torch.set_num_threads(1)
+
+# The same examples in every run, and no limit of seconds: a busy machine would fail it.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 
 PROMPTS = [
     "List the names of all students.",
@@ -94,6 +106,27 @@ def pytest_collection():
         gc.enable()
 
 
+def seed_generators(name):
+    """Seed the generators of `random`, NumPy and torch. `torch.manual_seed` would take ten times as long: it also seeds
+    the generators of GPUs."""
+    seed = zlib.crc32(name.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef):
+    """A fixture draws the same numbers, whatever ran before it. Two fixtures draw different ones."""
+    seed_generators(fixturedef.argname)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call():
+    """A test draws the same numbers, whatever ran before it, and even if its fixtures existed already."""
+    seed_generators("test")
+
+
 @pytest.fixture
 def largest_tensor():
     return LargestTensor
@@ -152,7 +185,17 @@ def no_power_cut():
         yield
 
 
-PATIENCE_S = 10  # before a wait at a pipe is ended
+@pytest.fixture(scope="session", autouse=True)
+def patient_clients():
+    """Give requests of tests 60 seconds unless they say otherwise: httpx gives them five, and a busy machine more."""
+    default = inspect.signature(httpx.Client).parameters["timeout"].default
+    with pytest.MonkeyPatch.context() as patch:
+        for part in ("connect", "read", "write", "pool"):
+            patch.setattr(default, part, 60.0)
+        yield
+
+
+PATIENCE_S = 60  # before a wait at a pipe is ended
 
 
 @pytest.fixture
