@@ -18,7 +18,7 @@ from specctl.gateway.metrics import Meter
 from specctl.gateway.own_engine import OwnEngine
 from specctl.recipe import DraftingRecipe, LimitsRecipe, ServeRecipe
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 class Gateway:
@@ -80,7 +80,7 @@ def served(app):
             yield address
         finally:
             http.should_exit = True
-            thread.join(20)
+            thread.join(PATIENCE_S)
 
 
 def wait_for(condition):
@@ -89,6 +89,13 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < until, "it never came true"
         time.sleep(0.005)
+
+
+def heard(capsys, words):
+    """Wait until stderr has these words, and return all of it."""
+    said = []
+    wait_for(lambda: said.append(capsys.readouterr().err) or words in "".join(said))
+    return "".join(said)
 
 
 def chat(text="List the names of all students.", **fields):

@@ -499,13 +499,14 @@ def test_client_keys_and_engine_keys_are_kept_apart(key):
 @pytest.mark.parametrize(
     ("statuses", "ready"), [([b"503 Loading", b"200 OK"], 200), ([b"503 Loading"] * 2, 503), ([b"", b""], 503)]
 )
-def test_the_gateway_is_ready_if_an_engine_is_healthy(statuses, ready):
+def test_the_gateway_is_ready_if_an_engine_is_healthy(statuses, ready, monkeypatch):
     """A load balancer would send clients to a gateway without engines."""
+    monkeypatch.setattr(running_engines, "READY_S", 60.0)  # a busy machine takes more than a second
     answers = [reply(b"", status=one) if one else b"" for one in statuses]
     with hostile(lambda *_: answers[0]) as (one,), hostile(lambda *_: answers[1]) as (other,):
         app, _ = gateway(one, other)
         said = ask(app, *[("GET", path, {}) for path in ("/ready", "/ready", "/health")])
         assert [answer.status_code for answer in said] == [ready, ready, 200]
-        # All clients of one second share an answer. An engine that closes its connections is asked again.
+        # All clients of `READY_S` share an answer. An engine that closes its connections is asked again.
         assert not any(statuses) or len(one.requests) == len(other.requests) == 1
         assert one.requests[0][0].startswith(b"GET /health ")

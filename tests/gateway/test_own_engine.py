@@ -224,8 +224,15 @@ def test_a_batch_that_always_fails_gives_errors_and_the_engine_survives(make_gat
     assert text_of(gateway.ask(CHAT, chat(temperature=0))[0])
 
 
-def test_texts_beyond_the_queue_limit_are_refused(make_gateway):
+def test_texts_beyond_the_queue_limit_are_refused(make_gateway, monkeypatch):
     gateway = make_gateway(slots=1, waiting=1)
+    original = gateway.thread.engine._round
+
+    def late():
+        wait_for(lambda: gateway.metric("specctl:refused_total", limit="waiting texts") == 4)
+        original()
+
+    monkeypatch.setattr(gateway.thread.engine, "_round", late)  # no text ends before all have asked
     responses = gateway.ask(CHAT, *[chat(temperature=0)] * 6)
     assert sorted(one.status_code for one in responses) == [200, 200, 429, 429, 429, 429]
     refused = next(one for one in responses if one.status_code == 429)
@@ -235,7 +242,7 @@ def test_texts_beyond_the_queue_limit_are_refused(make_gateway):
 def test_clients_that_leave_free_everything(make_gateway):
     """Before the first token, within a stream, and during a whole answer."""
     gateway = make_gateway(slots=2)
-    body = chat("Tell me a long story.", temperature=1.0, max_tokens=1500)
+    body = chat("Tell me a long story.", temperature=1.0, max_tokens=1500, ignore_eos=True)
     draw, left = random.Random(0), []  # `left`: whether each abandoned answer was a stream
 
     async def leave(http, address, stream):
@@ -255,7 +262,7 @@ def test_clients_that_leave_free_everything(make_gateway):
         asyncio.run(work(address))
         wait_for(lambda: not gateway.thread.open and not gateway.app.in_flight)
         wait_for(lambda: not gateway.thread.engine.busy)
-    assert left.count(True) > 6 and left.count(False) > 6  # a sampled text may end before its client leaves
+    assert left.count(True) == left.count(False) == 12
     assert not gateway.thread._active and gateway.metric("specctl:connections") == 0
 
 

@@ -32,10 +32,10 @@ WORDS = ["SEL", "ECT", " a\u2028b\x85", " é"]
 
 
 class Engine:
-    """A fake vLLM that returns token ids and counters on request."""
+    """A fake vLLM that returns token ids and counters on request. It answers no chat while `holds()`."""
 
-    def __init__(self, pause=0.0):
-        self.pause, self.bodies, self.headers, self.ended = pause, [], [], 0
+    def __init__(self, pause=0.0, holds=lambda: False):
+        self.pause, self.holds, self.bodies, self.headers, self.ended = pause, holds, [], [], 0
 
     async def chat(self, request):
         body = await request.json()
@@ -49,7 +49,8 @@ class Engine:
             return StreamingResponse(self.pieces(body, told, metrics), media_type="text/event-stream")
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "".join(WORDS)}}
         choice |= {"token_ids": [5, 6, 7, 8]} if told else {}
-        await asyncio.sleep(self.pause)
+        while self.holds():
+            await asyncio.sleep(0.01)
         return JSONResponse({"id": "x", "choices": [choice], **told, **metrics})
 
     async def pieces(self, body, told, metrics):
@@ -183,7 +184,7 @@ def test_paths_that_change_an_engine_are_closed(address):
 
 
 def test_a_client_that_leaves_ends_the_generation(tmp_path):
-    engine = Engine(pause=0.2)
+    engine = Engine(pause=PATIENCE_S)  # its stream is not over before the client has left
     log = tmp_path / "log"
     with served(engine) as url, running("127.0.0.1:0", {url: "vllm"}, log, 2**20) as address:
         with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20), timeout=PATIENCE_S) as http:
@@ -215,7 +216,8 @@ def test_requests_finish_when_the_gateway_stops(tmp_path):
 
 
 def test_engines_share_requests_and_replace_a_missing_one(tmp_path):
-    one, other = Engine(pause=0.2), Engine(pause=0.2)
+    held = lambda: len(one.bodies) + len(other.bodies) < 6  # noqa: E731
+    one, other = Engine(holds=held), Engine(holds=held)  # requests one by one would all go to the first
     with served(one) as url, served(other) as second:
         servers = {url: "vllm", second: "vllm", "http://127.0.0.1:1": "vllm"}
         with running("127.0.0.1:0", servers, tmp_path / "log", 2**20) as address:
