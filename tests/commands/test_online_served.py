@@ -7,7 +7,6 @@ import itertools
 import json
 import signal
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -176,14 +175,16 @@ def through_proxy(go, engine, count):
     prompts = list(itertools.islice((ids for ids in every if len(engine.text(ids, 6, 0, 0)[0]) > 1), count))
 
     def client():
-        until = time.monotonic() + 60
-        while not port and time.monotonic() < until:
-            time.sleep(0.02)
-        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=30)) as http:
-            for ids in prompts:  # texts of one token do not count, so their prompts are left out
-                body = {"model": "builtin", "prompt": ids, "max_tokens": 6, "temperature": 0, "seed": 0}
-                answer = http.post(f"{port[0]}/v1/completions", json=body, timeout=30)
-                assert answer.status_code == 200 and "token_ids" not in answer.json()["choices"][0]
+        try:
+            wait_for(lambda: port)
+            with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=30)) as http:
+                for ids in prompts:  # texts of one token do not count, so their prompts are left out
+                    body = {"model": "builtin", "prompt": ids, "max_tokens": 6, "temperature": 0, "seed": 0}
+                    answer = http.post(f"{port[0]}/v1/completions", json=body)
+                    assert answer.status_code == 200 and "token_ids" not in answer.json()["choices"][0]
+        except BaseException:
+            progress.interrupts.handle(signal.SIGTERM)  # the run would wait for texts forever
+            raise
 
     thread = threading.Thread(target=client)
     thread.start()
@@ -200,6 +201,7 @@ def through_proxy(go, engine, count):
     finally:
         progress.log = logged
         thread.join()
+        progress.interrupts.reset()
 
 
 def test_a_run_learns_from_the_texts_of_its_proxy(go, engine, tmp_path):
@@ -340,16 +342,18 @@ def test_serve_learns_from_running_engines(tmp_path, target, head, engine, monke
         logged(message)
 
     def client():
-        wait_for(lambda: address)
-        with httpx.Client(base_url=address[0], transport=httpx.HTTPTransport(retries=30), timeout=30) as http:
-            body = {"model": "builtin", "max_tokens": 6, "temperature": 0, "seed": 0}
-            pages.append(http.post("/v1/completions", json=body | {"prompt": prompts[0]}).status_code)
-            http.headers["authorization"] = "Bearer ours"
-            for ids in prompts:
-                assert http.post("/v1/completions", json=body | {"prompt": ids}).status_code == 200
-            wait_for(lambda: 'learning_lessons_total{status="updated"} 3.0' in http.get("/metrics").text)
-            pages.append(http.get("/metrics").text)
-        progress.interrupts.handle(signal.SIGTERM)
+        try:
+            wait_for(lambda: address)
+            with httpx.Client(base_url=address[0], transport=httpx.HTTPTransport(retries=30)) as http:
+                body = {"model": "builtin", "max_tokens": 6, "temperature": 0, "seed": 0}
+                pages.append(http.post("/v1/completions", json=body | {"prompt": prompts[0]}).status_code)
+                http.headers["authorization"] = "Bearer ours"
+                for ids in prompts:
+                    assert http.post("/v1/completions", json=body | {"prompt": ids}).status_code == 200
+                wait_for(lambda: 'learning_lessons_total{status="updated"} 3.0' in http.get("/metrics").text)
+                pages.append(http.get("/metrics").text)
+        finally:
+            progress.interrupts.handle(signal.SIGTERM)
 
     monkeypatch.setattr(progress, "log", log)
     thread = threading.Thread(target=client)
@@ -420,7 +424,7 @@ def test_each_server_learns_from_the_texts_it_wrote(tmp_path, target, head, expo
         def client():
             try:
                 wait_for(lambda: address)
-                with httpx.Client(base_url=address[0], transport=httpx.HTTPTransport(retries=30), timeout=30) as http:
+                with httpx.Client(base_url=address[0], transport=httpx.HTTPTransport(retries=30)) as http:
                     body = {"model": "builtin", "max_tokens": 6, "temperature": 0, "seed": 0}
 
                     def ask(ids):

@@ -20,10 +20,11 @@ from specctl.errors import UsageError
 from specctl.recipe import ServeRecipe
 from specctl.runs import Run
 from tests.cli.conftest import specctl
+from tests.commands.test_serve_engines import learns_at_once
 from tests.measuring.streams import write_head
 from tests.toys.engine import FakeEngine
 
-__all__ = ["specctl"]
+__all__ = ["learns_at_once", "specctl"]
 
 
 def test_dry_run_prints_the_drafters_and_the_policy(specctl):
@@ -132,7 +133,7 @@ def test_the_served_model_name_has_no_directory(tmp_path):
     assert model_name(str(tmp_path / "m.gguf")) == "m.gguf" and model_name("org/model") == "org/model"
 
 
-def test_serve_forwards_requests_to_running_engines(tmp_path, capsys):
+def test_serve_forwards_requests_to_running_engines(tmp_path, capsys, learns_at_once):
     tokenizer = load_target_text("builtin").tokenizer
     found = []
     with FakeEngine(tokenizer) as one, FakeEngine(tokenizer) as other:
@@ -140,19 +141,21 @@ def test_serve_forwards_requests_to_running_engines(tmp_path, capsys):
         thread = threading.Thread(target=lambda: found.append(serve(made, Run.create("serve", made, tmp_path))))
         thread.start()
         said = ""
-        while " at http" not in said:
-            assert thread.is_alive(), said
-            time.sleep(0.02)
-            said += capsys.readouterr().err
-        address = said.partition(" at ")[2].partition(" ")[0]
-        body = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": 30}
-        with httpx.Client(transport=httpx.HTTPTransport(retries=20), timeout=20) as http:
-            assert [http.post(address + "/v1/completions", json=body).status_code for _ in range(6)] == [200] * 6
-            assert http.post(address + "/pause", json={}).status_code == 404
-            assert "text/html" in http.get(address).headers["content-type"]
-        progress.interrupts.handle(signal.SIGTERM)
-        thread.join(20)
-        progress.interrupts.reset()
+        try:
+            while " at http" not in said:
+                assert thread.is_alive(), said
+                time.sleep(0.02)
+                said += capsys.readouterr().err
+            address = said.partition(" at ")[2].partition(" ")[0]
+            body = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": 30}
+            with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+                assert [http.post(address + "/v1/completions", json=body).status_code for _ in range(6)] == [200] * 6
+                assert http.post(address + "/pause", json={}).status_code == 404
+                assert "text/html" in http.get(address).headers["content-type"]
+        finally:
+            progress.interrupts.handle(signal.SIGTERM)
+            thread.join(60)
+            progress.interrupts.reset()
     assert found[0].model == "toy" and found[0].choose == "cgp-ucb" and one.asked and other.asked
 
 
@@ -171,7 +174,8 @@ def test_a_signal_finishes_running_requests_and_exits_with_0(tmp_path):
         said += line
     address = said.partition(" at ")[2].partition(",")[0]
     headers = {"authorization": "Bearer hush"}
-    body = {"messages": [{"role": "user", "content": "Tell a story"}], "max_tokens": 200, "temperature": 2, "n": 2}
+    body = {"messages": [{"role": "user", "content": "Tell a story"}], "max_tokens": 300, "temperature": 2, "n": 2}
+    body |= {"seed": 0, "ignore_eos": True}
 
     def ask(name, **fields):
         got[name] = httpx.post(address + "/v1/chat/completions", json=body | fields, headers=headers, timeout=60).text
@@ -181,9 +185,10 @@ def test_a_signal_finishes_running_requests_and_exits_with_0(tmp_path):
     for thread in threads:
         thread.start()
     # The two requests, and the request for the metrics.
-    while b"in_flight 3.0" not in httpx.get(address + "/metrics", headers=headers).content:
-        time.sleep(0.01)
-        assert len(got) < 2, "both ended before the signal"
+    with httpx.Client(headers=headers) as http:
+        while b"in_flight 3.0" not in http.get(address + "/metrics").content:
+            time.sleep(0.01)
+            assert len(got) < 2, "both ended before the signal"
     process.send_signal(signal.SIGTERM)
     for thread in threads:
         thread.join(60)

@@ -5,10 +5,9 @@ import json
 import os
 import random
 import signal
-import socket
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import reduce
 
@@ -21,12 +20,14 @@ from specctl.commands.serve_engines import REQUESTS
 from specctl.decoding.target_text import load_target_text
 from specctl.engines.records import EngineError
 from specctl.errors import CheckpointError, RecipeError, UsageError
+from specctl.gateway import running_engines
 from specctl.recipe import ServeRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
 from specctl.selection.certificate import Certificate
 from tests.cli.conftest import specctl
 from tests.conftest import holding
+from tests.gateway.conftest import wait_for
 from tests.toys.engine import FakeEngine
 
 __all__ = ["specctl"]
@@ -60,7 +61,15 @@ class Specialist(FakeEngine):
 
 
 @pytest.fixture
-def engines(tokenizer):
+def learns_at_once(monkeypatch):
+    """The gateway learns from an answer before the next request comes. Otherwise it learns every few milliseconds, and
+    the number of texts that it knows depends on the machine."""
+    monkeypatch.setattr(running_engines, "LEARN_AFTER_S", 0)
+    monkeypatch.setattr(running_engines, "LEARN_SHARE", 0)
+
+
+@pytest.fixture
+def engines(tokenizer, learns_at_once):
     with Specialist(tokenizer, "sql") as sql, Specialist(tokenizer, "math") as math:
         yield sql, math
 
@@ -103,14 +112,14 @@ def routing(made, capsys):
         yield address, found
     finally:
         progress.interrupts.handle(signal.SIGTERM)
-        thread.join(20)
+        thread.join(60)
         progress.interrupts.reset()
     if isinstance(found[0], BaseException):
         raise found[0]
 
 
 def ask(address, prompt, **fields):
-    with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20), timeout=20) as http:
+    with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20), timeout=60) as http:
         return http.post(f"{address}/v1/completions", json={"model": "toy", "prompt": prompt} | fields)
 
 
@@ -180,7 +189,8 @@ def test_streamed_answers_are_forwarded_and_counted(engines, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("fault", ["reset", "error", "busy"])
-def test_another_server_answers_if_one_fails(engines, tmp_path, capsys, fault):
+def test_another_server_answers_if_one_fails(engines, tmp_path, capsys, fault, monkeypatch):
+    monkeypatch.setattr(running_engines, "FIRST_REST_S", 60.0)
     sql, math = engines
     sql.faults = lambda number: fault if number > 2 else None
     with routing(recipe(tmp_path, sql, math), capsys) as (address, found):
@@ -191,8 +201,9 @@ def test_another_server_answers_if_one_fails(engines, tmp_path, capsys, fault):
     assert rows[math.url].texts >= 9 and 1 <= rows[sql.url].failures <= 4
 
 
-def test_a_request_goes_to_the_servers_that_list_its_model(engines, tmp_path, capsys):
+def test_a_request_goes_to_the_servers_that_list_its_model(engines, tmp_path, capsys, monkeypatch):
     """The engines have different adapters. Each model has a game of its own."""
+    monkeypatch.setattr(running_engines, "LIST_S", 3600.0)
     sql, math = engines
     sql.adapters, math.adapters = ["law", "tax"], ["bank", "tax"]
     with routing(recipe(tmp_path, sql, math), capsys) as (address, _):
@@ -221,7 +232,7 @@ def test_a_request_goes_to_the_servers_that_list_its_model(engines, tmp_path, ca
 
 def test_a_model_that_an_engine_loads_later_is_found(engines, tmp_path, capsys, monkeypatch):
     """An engine without a usable list keeps its models."""
-    monkeypatch.setattr("specctl.gateway.running_engines.LIST_S", 0.0)
+    monkeypatch.setattr(running_engines, "LIST_S", 0.0)
     sql, math = engines
     sql.adapters, math.adapters = ["law"], ["bank"]
     with routing(recipe(tmp_path, sql, math), capsys) as (address, _):
@@ -233,8 +244,8 @@ def test_a_model_that_an_engine_loads_later_is_found(engines, tmp_path, capsys, 
 
 
 def test_a_restarted_server_is_used_again(engines, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("specctl.gateway.running_engines.FIRST_REST_S", 0.0)
-    monkeypatch.setattr("specctl.gateway.running_engines.LONGEST_REST_S", 0.0)
+    monkeypatch.setattr(running_engines, "FIRST_REST_S", 0.0)
+    monkeypatch.setattr(running_engines, "LONGEST_REST_S", 0.0)
     sql, math = engines
     with routing(recipe(tmp_path, sql, math), capsys) as (address, found):
         for _ in range(10):
@@ -329,25 +340,24 @@ def test_a_policy_that_cannot_choose_a_server_is_refused(engines, tmp_path):
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_a_signal_finishes_running_requests_and_prints_the_result(specctl, engines, tmp_path, number):
+def test_a_signal_finishes_running_requests_and_prints_the_result(specctl, engines, tmp_path, monkeypatch, number):
     """The whole command under its earlier name: running requests are answered, and the result is on stdout."""
     sql, math = engines
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    got = []
+    address, got, logged = [], [], progress.log
+
+    def log(message):
+        if " at http" in message:
+            address.append(message.partition(" at ")[2].partition(" ")[0])
+        logged(message)
+
+    monkeypatch.setattr(progress, "log", log)
 
     def client():
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.01)
+        wait_for(lambda: address)
         sql.seconds = math.seconds = 1.0
-        asked = threading.Thread(target=lambda: got.append(ask(f"http://127.0.0.1:{port}", "sql x").status_code))
+        asked = threading.Thread(target=lambda: got.append(ask(address[0], "sql x").status_code))
         asked.start()
-        while not sql.prompts and not math.prompts and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(lambda: sql.prompts or math.prompts)
         os.kill(os.getpid(), number)
         asked.join()
 
@@ -355,7 +365,7 @@ def test_a_signal_finishes_running_requests_and_prints_the_result(specctl, engin
     thread.start()
     try:
         urls = f"{sql.url},{math.url}"
-        listen = ("--listen", f"127.0.0.1:{port}")
+        listen = ("--listen", "127.0.0.1:0")
         done = specctl("route", "--server", urls, *listen, "--algo", "random", "--json", "--output-dir", "run")
     finally:
         thread.join()
