@@ -37,10 +37,14 @@ class Hostile:
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
 
     def __enter__(self):
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.accepting = threading.Thread(target=self._accept, daemon=True)
+        self.accepting.start()
         return self
 
     def __exit__(self, *_):
+        # Closing alone wakes no `accept`, which could take a connection of the next test's engine.
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.accepting.join()
         self.listener.close()
 
     def _accept(self):
