@@ -148,6 +148,7 @@ def test_a_dead_holder_on_another_machine_does_not_block(place, monkeypatch, cap
 def test_a_live_holder_on_another_machine_blocks(place, monkeypatch, flock):
     """Its signature keeps changing, also on file systems without a shared flock. Both machines have one host name."""
     monkeypatch.setattr(lock.fcntl, "flock", flock)
+    monkeypatch.setattr(lock, "PATIENCE", 3000)  # a busy machine may delay a beat, and the next one ends the wait
     with take(place):
         monkeypatch.setattr(lock, "_machine", lambda: "another")
         with pytest.raises(UsageError, match=f"by process {os.getpid()}"), take(place):

@@ -174,11 +174,11 @@ def test_blocks_of_one_thread_do_not_change_those_of_another(count):
     def other():
         with threads.step_threads(20e6):
             inside.set()
-            leave.wait(10)
+            leave.wait(60)
 
     thread = threading.Thread(target=other)
     thread.start()
-    inside.wait(10)
+    inside.wait(60)
     with threads.step_threads(20e6):
         leave.set()
         thread.join()
@@ -240,10 +240,10 @@ import specctl, os, time, torch
 torch.set_num_threads(2)
 x = torch.ones(200_000)
 def milliseconds():
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(20):
         torch.add(x, x)
-    return (time.perf_counter() - began) / 20 * 1000
+    return (time.process_time() - began) / 20 * 1000
 milliseconds()
 for thread in os.listdir("/proc/self/task"):
     os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})

@@ -178,7 +178,7 @@ def test_a_worker_learns_like_a_local_learner_and_ends_with_the_decoder(tmp_path
     torch.testing.assert_close(there.played(), expected, rtol=0, atol=1e-3 * moved)
     assert there._last.lesson.outcome.losses == pytest.approx(lessons[-1].outcome.losses, rel=1e-4)
 
-    pids, until = sorted(child.pid for child in remote.multiprocessing.active_children()), time.monotonic() + 30
+    pids, until = sorted(child.pid for child in remote.multiprocessing.active_children()), time.monotonic() + 120
     while not all(map(stopped, pids)):
         assert time.monotonic() < until, "one was not told to stop"
     hand_over(there, last)

@@ -171,12 +171,12 @@ for ((i = 0; i < 500; i++)); do sleep 0.1; done"""
     script = tmp_path / "stream.sbatch"
     script.write_text(shipped()["slurm/stream"])
     running = subprocess.Popen(["bash", script], env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not all((tmp_path / name).exists() for name in ("engine", "trains")):
         assert running.poll() is None and time.monotonic() < end, running.communicate(timeout=10)[1]
         time.sleep(0.05)
     running.send_signal(signal.SIGTERM)
-    said = running.communicate(timeout=30)[1]
+    said = running.communicate(timeout=120)[1]
     assert running.returncode == 75 and "start a server with" in said
     assert (tmp_path / "requeued").read_text() == "requeue 77\n"
     assert (work / "servers.txt").read_text().split() == [f"http://node1:{8000 + task}" for task in range(8)]

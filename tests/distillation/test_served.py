@@ -168,7 +168,7 @@ class TestCommand:
             started = time.monotonic()
             done = specctl("distill", *where, "--json")
             assert done.code == 0, done.err
-            assert done.json["responses"] == COUNT and time.monotonic() - started < 60
+            assert done.json["responses"] == COUNT and time.monotonic() - started < 600
             assert "torch" not in done.err
 
     @pytest.mark.parametrize(

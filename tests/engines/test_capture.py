@@ -14,6 +14,7 @@ from specctl.engines import sglang, vllm
 from specctl.engines.client import Client
 from specctl.engines.records import EngineError, HiddenStatesSpec, Refusal
 from specctl.recipe import ServerRecipe
+from tests.gateway.conftest import wait_for
 from tests.toys.capture import CapturingEngine
 from tests.toys.engine import FAULTS
 
@@ -70,8 +71,8 @@ def test_states_are_matched_to_their_texts_despite_faults(engine, tmp_path):
         found = given(client, texts(50), wanted)
     assert all(torch.equal(one, engine.states(ids)) for one, ids in zip(found, texts(50), strict=True))
     assert 1 < engine.most <= 6 + len(FAULTS) and client.failures >= 8
-    left = len(list(tmp_path.glob("*.safetensors")))
-    assert left == (engine.written - 50 if engine.engine == "vllm" else 0)
+    # The files of failed requests may come later.
+    wait_for(lambda: len([*tmp_path.glob("*.safetensors")]) == (engine.written - 50) * (engine.engine == "vllm"))
 
 
 def test_a_half_written_file_is_requested_again(writing):

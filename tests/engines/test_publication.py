@@ -95,7 +95,7 @@ def server(tokenizer, kind, heads):
 
 
 def recipe(*servers):
-    return ServerRecipe(urls=[server.engine.url for server in servers], timeout_s=10)
+    return ServerRecipe(urls=[server.engine.url for server in servers], timeout_s=60)
 
 
 def same(server, head):

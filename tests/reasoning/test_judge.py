@@ -101,7 +101,7 @@ def server():
                 serve.headers.append(self.headers)
                 serve.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 if silent:
-                    release.wait(5)
+                    release.wait(60)
                     return
                 self.send_response(status)
                 self.end_headers()
