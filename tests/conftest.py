@@ -187,11 +187,12 @@ def no_power_cut():
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_clients():
-    """Give requests of tests 60 seconds unless they say otherwise: httpx gives them five, and a busy machine more."""
+    """Give requests of tests three minutes unless they say otherwise. httpx gives them five seconds, but on a busy
+    machine a process that imports torch has taken more than one minute to answer."""
     default = inspect.signature(httpx.Client).parameters["timeout"].default
     with pytest.MonkeyPatch.context() as patch:
         for part in ("connect", "read", "write", "pool"):
-            patch.setattr(default, part, 60.0)
+            patch.setattr(default, part, 180.0)
         yield
 
 

@@ -119,7 +119,7 @@ def routing(made, capsys):
 
 
 def ask(address, prompt, **fields):
-    with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20), timeout=60) as http:
+    with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
         return http.post(f"{address}/v1/completions", json={"model": "toy", "prompt": prompt} | fields)
 
 

@@ -26,7 +26,7 @@ from specctl.gateway.metrics import Meter
 from specctl.gateway.running_engines import RunningEngines
 from specctl.gateway.sse import EventResponse
 
-PATIENCE_S = 60  # processes start slowly on a busy machine
+PATIENCE_S = 180  # processes start slowly on a busy machine
 
 WORDS = ["SEL", "ECT", " a\u2028b\x85", " é"]
 
