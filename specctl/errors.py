@@ -3,6 +3,7 @@
 Each class carries its exit code of the command line. Programming errors stay ordinary exceptions.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
@@ -24,6 +25,21 @@ def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str], most: int 
     names = known if isinstance(known, Mapping) else {one: one for one in known}
     near = [names[one] for one in get_close_matches(name, names, n=most, cutoff=cutoff)]
     return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def near_path(path: str | os.PathLike[str], others: Iterable[str] = (), suffix: str = "") -> str:
+    """Return `did you mean X? ` for a path that does not exist, or an empty string if no name is near.
+
+    Compared with the last part of `path`: the names beside it that end with `suffix`, and `others`.
+    """
+    parent, name = os.path.split(os.fspath(path))
+    try:
+        beside = os.listdir(os.path.expanduser(parent) or ".")
+    except (OSError, ValueError):  # ValueError: a null character
+        beside = []
+    known = {one: os.path.join(parent, one) for one in sorted(beside) if one.endswith(suffix) and one != name}
+    near = did_you_mean(name, known | {one: one for one in others}, cutoff=0.75)
+    return near and f"{near} "
 
 
 class SpecctlError(Exception):

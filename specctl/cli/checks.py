@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl import lock, progress
 from specctl.cli.output import cell, output
-from specctl.errors import CheckpointError, SpecctlError, UsageError, did_you_mean
+from specctl.errors import CheckpointError, SpecctlError, UsageError, near_path
 from specctl.families import TEXT_DRAFTERS, WEIGHTLESS_DRAFTERS
 from specctl.redaction import redacted
 
@@ -192,10 +191,8 @@ def check_directory(name: str, others: Sequence[str] = ()) -> None:
     `others`: other valid names, for the hint.
     """
     if not os.path.isdir(name):  # unlike `Path.is_dir`, False and not an error for a name that is too long
-        neighbors = filter(os.path.isdir, glob.glob(os.path.join(glob.escape(os.path.dirname(name)), "*")))
-        near = did_you_mean(name, [*neighbors, *others])
         otherwise = f", or {', '.join(others)}" if others else ""
-        hint = f"{near} " * bool(near) + f"name a directory written by specctl train-drafter{otherwise}"
+        hint = f"{near_path(name, others)}name a directory written by specctl train-drafter{otherwise}"
         raise UsageError(f"no drafter {name}", hint)
     if not (Path(name) / "config.json").is_file():
         raise CheckpointError(f"{name} is not a drafter: it has no config.json", hint="see specctl train-drafter")

@@ -10,7 +10,7 @@ from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import TARGET
 from specctl.cli.output import fields
-from specctl.errors import DataError
+from specctl.errors import DataError, near_path
 from specctl.threads import counted
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def check_log(recipe: DistillRecipe, log: str) -> None:
 
     checks.check_label(recipe.data.domain[0])
     if log != "-" and not (Path(log).is_file() or Path(log).is_fifo()):  # the shell's `<(…)` is a pipe
-        raise DataError(f"log file {log} {regular_files.fault(log)}", hint=f"expected {EXPECTED}, or - for stdin")
+        hint = f"expected {EXPECTED}" if Path(log).exists() else f"{near_path(log)}give a log of responses"
+        raise DataError(f"log file {log} {regular_files.fault(log)}", f"{hint}, or - for stdin")
     if Path(log).is_file():
         check_beginning(log, recipe.data.max_rejected)
 

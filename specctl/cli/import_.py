@@ -9,7 +9,7 @@ from specctl.cli import checks
 from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.options import DATA, TARGET
 from specctl.cli.output import fields
-from specctl.errors import CheckpointError, UsageError
+from specctl.errors import CheckpointError, UsageError, near_path
 from specctl.hub import DOWNLOAD
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ SHOWN = ("format", "family", "params", "drafter", "notes")
 def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
     """Convert a published head into a drafter, and try it.
 
-    Reads EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, MTP, Hydra, Medusa, speculators and Hugging Face directories, and
-    GGUF files of llama.cpp."""
+    Reads EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, MTP, Hydra, Medusa, speculators, Hugging Face, and llama.cpp's GGUF.
+    """
     check_head(recipe.source)
     checks.check_data(recipe.data)
     checks.check_output("import", recipe.output, overwrite=recipe.overwrite)
@@ -45,7 +45,7 @@ def check_head(source: Path) -> None:
     if (source / checkpoint.INFO).is_file():
         raise UsageError(f"{source} is a drafter of specctl already", hint=f"use it as it is: --drafter {source}")
     if not source.is_dir():
-        raise UsageError(f"no head {source}", DOWNLOAD)
+        raise UsageError(f"no head {source}", near_path(source) + DOWNLOAD)
     if not (source / "config.json").is_file() and not any(source.glob("*.gguf")):
         raise CheckpointError(f"{source} has no config.json", hint="a head has config.json and weights, or a GGUF file")
 

@@ -22,7 +22,7 @@ from specctl.distillation import logs
 from specctl.distillation.rejections import Rejections
 from specctl.drafters import checkpoint
 from specctl.engines.client import Client
-from specctl.errors import CheckpointError, UsageError
+from specctl.errors import CheckpointError, UsageError, near_path
 from specctl.gateway import proxy_process
 from specctl.gateway.metrics import LearningCounts
 from specctl.gateway.proxy_process import DEFAULT_OPTIONS, ProxyOptions
@@ -180,7 +180,7 @@ def make_exporter(client: Client) -> Callable[[Path, Path], None]:
 def check_log(log: Path | None) -> None:
     """Raise UsageError if the log of requests, if one is named, does not exist."""
     if log is not None and not log.is_file():
-        hint = "name the file to which requests of the engines are logged"
+        hint = f"{near_path(log)}name the file to which requests of the engines are logged"
         raise UsageError(f"log file {log} {regular_files.fault(log)}", hint)
 
 

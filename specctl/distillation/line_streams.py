@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from specctl import progress, regular_files
 from specctl.distillation.rejections import EXPECTED
-from specctl.errors import DataError, one_line
+from specctl.errors import DataError, near_path, one_line
 
 MAX_LINE_BYTES = 8 << 20  # traces of agents have a few MiB
 POLL_S = 0.2  # seconds that a signal may wait while stdin is silent
@@ -46,6 +46,9 @@ def open_prompts(name: str) -> IO[bytes]:
         if stat.S_ISREG(os.stat(name).st_mode):
             return regular_files.open_regular(name)
         return _stream(name)
+    except FileNotFoundError as error:
+        remedy = f"{near_path(name)}give a file of prompts, or - for stdin"
+        raise DataError(f"no prompts file {name}", remedy) from error
     except OSError as error:
         hint = None if isinstance(error, PermissionError) else f"expected {EXPECTED}"
         raise DataError(f"cannot read prompts from {name}: {error.strerror}", hint) from error

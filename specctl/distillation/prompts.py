@@ -20,7 +20,7 @@ from specctl.distillation.line_streams import json_lines, json_object
 from specctl.distillation.messages import checked_messages, prompt_id
 from specctl.distillation.prompt_rows import Prompt, prompts_of_row
 from specctl.distillation.rejections import EXPECTED, Rejections
-from specctl.errors import DataError, UsageError
+from specctl.errors import DataError, UsageError, near_path
 from specctl.recipe import DataRecipe
 
 GENERATED_PROMPTS = 2000  # prompts of the endless generator if `data.limit` is not set
@@ -45,12 +45,10 @@ def check_files(data: DataRecipe) -> None:
             f"a prompts file belongs to one domain, but {data.prompts} is used for {len(files)}", hint=hint
         )
     files = {domain: file for domain, file in files.items() if file != "-" and not file.startswith(HUB)}
-    missing = [f"{file} ({domain})" for domain, file in files.items() if not Path(file).exists()]
+    missing = [file for file in files.values() if not Path(file).exists()]
     if missing:
-        raise DataError(
-            f"no prompts file {', '.join(missing)}",
-            hint=f"give a file with {EXPECTED}, or - for stdin",
-        )
+        hint = f"{near_path(missing[0])}give a file of prompts, or - for stdin: specctl guide data"
+        raise DataError(f"no prompts file {', '.join(missing)}", hint)
     for domain, file in files.items():
         if not Path(file).is_file():
             kind = "a directory" if Path(file).is_dir() else "a pipe or a device"

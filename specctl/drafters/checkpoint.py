@@ -27,7 +27,7 @@ from torch import Tensor
 from specctl import progress, regular_files
 from specctl.decoding.target_text import TargetText
 from specctl.drafters.card import adapters_of, model_card
-from specctl.errors import CheckpointError, SpecctlError, UsageError, brief
+from specctl.errors import CheckpointError, SpecctlError, UsageError, brief, near_path
 from specctl.runs import atomic_write, make_dir, sha256, to_json
 
 CONFIG, WEIGHTS, INFO, CARD, MANIFEST = "config.json", "model.safetensors", "drafter.json", "README.md", "manifest.json"
@@ -346,7 +346,8 @@ def existing_directory(directory: Path, what: str = "drafter", command: str = "t
         return directory
     if not os.path.lexists(place) and os.path.isdir(_backup(place)):
         return _backup(place)
-    raise CheckpointError(f"no {what} directory at {directory}", hint=f"give a directory written by specctl {command}")
+    hint = f"{near_path(directory)}give a directory written by specctl {command}"
+    raise CheckpointError(f"no {what} directory at {directory}", hint)
 
 
 def _inside(root: Path, name: str) -> Path:

@@ -23,7 +23,7 @@ from specctl.drafters.lora import AdaptableDrafter, Adapter, LoraConfig
 from specctl.drafters.names import HYBRIDS, RESCORED, SAMPLED, name_of, parts_of
 from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import CandidateDrafter, TextDrafter
-from specctl.errors import CheckpointError, UsageError
+from specctl.errors import CheckpointError, UsageError, near_path
 from specctl.families import FAMILIES, LM, WEIGHTLESS_DRAFTERS, online_families
 from specctl.recipe import DraftingRecipe
 
@@ -265,9 +265,8 @@ def find_pool(directory: str | Path) -> list[Path]:
     """
     root = Path(directory).expanduser()
     if not root.is_dir():
-        raise UsageError(
-            f"no pool directory {root}", hint="give a directory of drafter directories, such as ./drafters"
-        )
+        hint = f"{near_path(root)}give a directory of drafter directories, such as ./drafters"
+        raise UsageError(f"no pool directory {root}", hint)
     found: list[Path] = []
     for here, below, _ in os.walk(root):
         for name in below:

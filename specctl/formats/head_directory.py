@@ -17,7 +17,7 @@ from torch import Tensor
 from specctl import regular_files
 from specctl.decoding.models import gguf_file, gguf_target
 from specctl.drafters.mtp import layouts
-from specctl.errors import CheckpointError, UsageError, brief
+from specctl.errors import CheckpointError, UsageError, brief, near_path
 from specctl.hub import DOWNLOAD
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt", "*.gguf")
@@ -62,7 +62,7 @@ def read(directory: str | Path) -> HeadDirectory:
     if root.suffix == ".gguf" and root.is_file():
         return _gguf(root)
     if not root.is_dir():
-        raise UsageError(f"no head directory {directory}", DOWNLOAD)
+        raise UsageError(f"no head directory {directory}", near_path(directory) + DOWNLOAD)
     files = next((found for pattern in WEIGHTS if (found := sorted(root.glob(pattern)))), [])
     if files and files[0].suffix == ".gguf":
         return _gguf(files[0])

@@ -75,6 +75,35 @@ def test_a_plan_refuses_files_as_the_run_does(specctl, workplace, argv, code, sa
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [
+        ("distill", "--prompts", "trian.jsonl"),
+        ("distill", "--exclude", "trian.jsonl"),
+        ("distill", "--from-log", "trian.jsonl"),
+        ("distill", "--target", "./trian.gguf"),
+        ("distill", "--target", "./trian.d"),
+        ("distill", "--target-adapter", "trian.d"),
+        ("eval", "--drafter", "trian.d"),
+        ("export", "trian.d"),
+        ("import", "trian.d"),
+        ("replay", "trian.parquet"),
+        ("select", "--pool", "trian.d"),
+        ("learn-from-server", "--server", "http://a", "--init", "drafters/sql-eagle3", "--from-log", "trian.jsonl"),
+    ],
+    ids=" ".join,
+)
+def test_a_misspelled_path_names_its_neighbor(specctl, workplace, argv):
+    """The hint listed the layouts of a file that was not there."""
+    for ending in ("jsonl", "gguf", "parquet"):
+        (workplace / f"train.{ending}").write_text("")
+    (workplace / "train.d").mkdir()
+    done = specctl(*argv, "--dry-run")
+    misspelled = next(word for word in argv if "trian" in word)
+    meant = misspelled.removeprefix("./").replace("trian", "train")
+    assert f"did you mean {meant}?" in done.err.replace("./", "") and len(done.err) < 250, done.err
+
+
+@pytest.mark.parametrize(
     "argv", [("distill", "--exclude", "no.jsonl"), ("online", "--domain", "sql", "warmup.prompts=no.jsonl")]
 )
 def test_a_file_of_prompts_that_does_not_exist_is_refused(specctl, argv):

@@ -268,10 +268,14 @@ def test_tolerated_rejections_are_one_line_on_stderr(tmp_path, capsys):
     assert "1 of 100 prompts rejected" in stderr and "98 repeated prompts" in stderr
 
 
-@pytest.mark.parametrize("name", ["absent.jsonl", "."])
-def test_an_unreadable_file_is_an_error(name, tmp_path):
+def test_an_absent_file_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="no prompts file"):
+        read_prompts(data(tmp_path / "absent.jsonl"), "sql")
+
+
+def test_an_unreadable_file_is_an_error(tmp_path):
     with pytest.raises(DataError, match="cannot read prompts") as caught:
-        read_prompts(data(tmp_path / name), "sql")
+        read_prompts(data(tmp_path), "sql")
     assert '{"prompt"' in caught.value.hint
 
 

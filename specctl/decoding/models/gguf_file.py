@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from specctl import regular_files
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, near_path
 
 VERSIONS = (2, 3)
 MOST_HEADER = 2**27  # bytes; a vocabulary of 250,000 tokens takes 10 MB
@@ -117,7 +117,8 @@ def _cached(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], int]:
         regular_files.check(path)
         stat = os.stat(path)
     except FileNotFoundError as error:
-        raise CheckpointError(f"GGUF file {path} does not exist", "give the path of a .gguf file") from error
+        hint = f"{near_path(path, suffix='.gguf')}give the path of a .gguf file"
+        raise CheckpointError(f"GGUF file {path} does not exist", hint) from error
     except OSError as error:
         raise CheckpointError(f"GGUF file {path} cannot be read: {error.strerror}") from error
     return _read(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))

@@ -18,7 +18,7 @@ import torch
 from specctl import hub, regular_files
 from specctl.decoding.models import gguf_target, tensors
 from specctl.decoding.models.supported import check_decodable, check_ropes, context_limit, window_size
-from specctl.errors import CheckpointError, UsageError, brief
+from specctl.errors import CheckpointError, UsageError, brief, near_path
 
 ATTENTION = (None, "eager", "sdpa")
 """Attention implementations that a configuration may choose: built into transformers, with support for any mask."""
@@ -208,8 +208,8 @@ def location(name: str) -> str:
     if name.startswith((".", "/", "~")) and not os.path.isdir(directory):
         if os.path.isfile(directory):
             raise CheckpointError(f"target {name} is a file, not a directory", f"--target {directory.parent}")
-        why = regular_files.directory_fault(directory)
-        raise CheckpointError(f"model directory {name} {why}", "give a directory with config.json, or 'builtin'")
+        hint = f"{near_path(name)}give a directory with config.json, or 'builtin'"
+        raise CheckpointError(f"model directory {name} {regular_files.directory_fault(directory)}", hint)
     if not os.path.isdir(directory):  # returns False, without an error, for a name that is too long
         return name
     for file in sorted(directory.iterdir()):

@@ -23,7 +23,7 @@ from specctl import regular_files
 from specctl.decoding.models.loading import first_line
 from specctl.decoding.models.supported import quantisation
 from specctl.decoding.models.tensors import ADAPTER
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, near_path
 
 WEIGHTS = "adapter_model.safetensors"
 NAME = "default"  # peft's name of a model's only adapter
@@ -35,7 +35,7 @@ def files(adapter: str) -> list[Path]:
     """The files of an adapter. CheckpointError if it is no directory of a LoRA adapter with safetensors weights."""
     directory = Path(adapter).expanduser()
     if not directory.is_dir():
-        hint = "give a local directory; for one on the hub: hf download ID --local-dir DIR"
+        hint = f"{near_path(adapter)}give a local directory; for one on the hub: hf download ID --local-dir DIR"
         raise CheckpointError(f"adapter directory {adapter} {regular_files.directory_fault(directory)}", hint)
     if not (directory / ADAPTER).is_file():
         hint = "give a directory that peft's save_pretrained has written"

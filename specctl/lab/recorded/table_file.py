@@ -20,7 +20,7 @@ from specctl import regular_files
 from specctl.decoding.models.identity import with_weights_digest
 from specctl.decoding.prompt_features import PromptClusters
 from specctl.distillation import store
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, near_path
 from specctl.lab.recorded.overheads import Overheads
 from specctl.lab.recorded.trace import Table, Trace
 from specctl.runs import atomic_write, sha256
@@ -119,7 +119,8 @@ def write(path: Path, header: Header, rows: list[Recorded]) -> None:
 def read(path: Path) -> tuple[Header, list[Recorded]]:
     """Read a file that `write` has written. Raises CheckpointError if it is another kind of file, or damaged."""
     if not path.is_file():
-        raise CheckpointError(f"table {path} {regular_files.fault(path)}", hint="record one: specctl record")
+        near = "" if path.exists() else near_path(path)
+        raise CheckpointError(f"table {path} {regular_files.fault(path)}", f"{near}record one: specctl record")
     try:
         regular_files.check(path)
         with pq.ParquetFile(path) as file:
