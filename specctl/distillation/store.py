@@ -215,9 +215,10 @@ class ShardWriter:
         if "model" in meta and meta.get("target", {}).get("adapter_weights"):  # the name of the same adapter may change
             there["model"] = meta["model"]
         if different := differences(there, meta):
+            again = f"specctl distill --output-dir {self.dir} --overwrite"
             raise DataError(
-                f"{self.dir} was distilled with other settings: " + "; ".join(different),
-                hint="use those settings again, choose another --output-dir, or add --overwrite",
+                f"{self.dir} was distilled with other settings: {'; '.join(different)}",
+                hint=f"use those settings again, or replace the data: {again}",
             )
 
     def _open(self) -> None:

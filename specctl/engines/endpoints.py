@@ -54,7 +54,9 @@ async def connect(http: httpx.AsyncClient, url: str, recipe: ServerRecipe) -> En
                 raise
             raise EngineError(
                 f"no server responds at {url}: {describe_transport_error(error)}",
-                "set SSL_CERT_FILE to the file with the certificates" if "CERTIFICATE" in str(error) else None,
+                "set SSL_CERT_FILE to the file with the certificates"
+                if "CERTIFICATE" in str(error)
+                else "check the address; server.wait_s=600 waits for an engine that is still loading",
             ) from error
     return Endpoint(url, facts, registry.DIALECTS[facts.engine], served(url, facts, recipe.model))
 

@@ -166,7 +166,8 @@ def served_features(
         try:
             client = stack.enter_context(Client(own_share(recipe, processes)))
         except EngineError as error:
-            raise EngineError(error.message, error.hint or start_hint(recipe, states)) from error
+            hint = "; ".join(filter(None, (error.hint, start_hint(recipe, states))))
+            raise EngineError(error.message, hint) from error
         origin = {"server": ", ".join(sorted({f"{one.facts.engine} {one.facts.version}" for one in client.servers}))}
         clients = by_model(client, everything, states)
         for model, asked in clients.items():

@@ -227,8 +227,9 @@ class TestServerChecks:
     def test_an_unreachable_server_is_refused(self, text):
         engine = FakeEngine(text.tokenizer)
         engine.server.server_close()
-        with pytest.raises(EngineError, match="no server responds at http://127"), Client(recipe(engine)):
+        with pytest.raises(EngineError, match="no server responds at http://127") as error, Client(recipe(engine)):
             pass
+        assert "server.wait_s" in error.value.hint
 
     def test_a_server_that_starts_later_is_waited_for(self, text):
         with FakeEngine(text.tokenizer) as first:
