@@ -198,6 +198,12 @@ def check_directory(name: str, others: Sequence[str] = ()) -> None:
         raise CheckpointError(f"{name} is not a drafter: it has no config.json", hint="see specctl train-drafter")
 
 
+def target_flags(target: TargetRecipe) -> list[str]:
+    """Return the options that name a target and its adapter in another command; none for the built-in target."""
+    adapter = ["--target-adapter", target.adapter] if target.adapter else []
+    return ([] if target.name == "builtin" else ["--target", target.name]) + adapter
+
+
 def check_gpu(key: str, device: str) -> None:
     """Raise RecipeError if `device`, the value of `key`, is a GPU that this machine lacks."""
     import torch

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specctl import regular_files
 from specctl.cli import checks
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import TARGET
-from specctl.cli.output import fields
+from specctl.cli.output import fields, with_next
 from specctl.errors import DataError, near_path
 from specctl.threads import counted
 
 if TYPE_CHECKING:
-    from specctl.recipe import DistillRecipe
+    from specctl.recipe import DataRecipe, DistillRecipe
 
 FLAGS = (
     *("domain", "prompts", "data_limit", *TARGET),
@@ -32,7 +33,17 @@ def distill(recipe: DistillRecipe, dry_run: bool) -> None:
         check_log(recipe, recipe.log)
     check_excluded(recipe)
     check_store(recipe)
-    run_or_plan("distill", recipe, dry_run, lambda: steps(recipe), fields, "output")
+    run_or_plan("distill", recipe, dry_run, lambda: steps(recipe), partial(show, recipe=recipe), "output")
+
+
+def show(document: dict[str, Any], recipe: DistillRecipe) -> Any:
+    """Render the result, and the command that trains on it, unless other jobs write the rest of the data."""
+    shown = fields(document)
+    if recipe.shard != "0/1":
+        return shown
+    place = [f"distilled={recipe.output_dir}"] if recipe.output_dir else []
+    named = [*checks.target_flags(recipe.target), "--domain", ",".join(recipe.data.domain), *place]
+    return with_next(shown, ["specctl", "train-drafter", *named])
 
 
 def check_log(recipe: DistillRecipe, log: str) -> None:
@@ -84,17 +95,22 @@ def steps(recipe: DistillRecipe) -> list[str]:
             *response_filters(recipe),
             f"write shards to {recipe.output}",
         ]
-    origin = f"from {data.prompts}" if data.prompts else f"(source: {data.source})"
-    number = f"up to {data.limit}" if data.limit else "all"
+    number = f"up to {data.limit:,}" if data.limit else "all"
     return [
         server_step(recipe) if recipe.server.urls else checks.check_target(recipe.target),
-        f"read {number} prompts {origin} for {', '.join(data.domain)}",
+        f"read {number} prompts {origin(data)} for {', '.join(data.domain)}",
         *prompt_filters(recipe),
         f"generate {counted(recipe.samples_per_prompt, 'response')} per prompt, up to "
         f"{recipe.sampling.max_new_tokens} tokens each, at temperatures {', '.join(map(str, recipe.temperatures))}",
         *response_filters(recipe),
         f"write shards to {recipe.output}",
     ]
+
+
+def origin(data: DataRecipe) -> str:
+    """Say where the prompts come from, after the word "prompts"."""
+    words = {"public": "of the public data set", "unconditional": "without words"}
+    return f"from {data.prompts}" if data.prompts else words.get(data.source, "of the built-in generator")
 
 
 def prompt_filters(recipe: DistillRecipe) -> list[str]:

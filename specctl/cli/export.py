@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl.cli import checks
 from specctl.cli.command import Operand, recipe_command, run_or_plan
-from specctl.cli.output import cell, fields, table
+from specctl.cli.output import cell, fields, shell_line, table
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import WEIGHTLESS_DRAFTERS
 
@@ -89,7 +89,8 @@ def show(document: dict[str, Any]) -> Any:
         "",
         *(lengths(tuning) if tuning else []),
         *(cell(line) for line in map(publication_line, document["published"])),
-        *(cell(line) for line in (*document["notes"], *document["commands"])),
+        *map(cell, document["notes"]),
+        *map(shell_line, document["commands"]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import shutil
 import sys
 import textwrap
@@ -82,7 +83,7 @@ class Output:
             console = Console(highlight=False)
             least = console.measure(shown, options=console.options.update(max_width=PIPE_WIDTH)).minimum
             console.width = max(console.width, least)  # with less rich breaks names and drops columns
-            console.print(shown)
+            console.print(shown, soft_wrap=isinstance(shown, str), crop=False)
             return
         console = Console(highlight=False, width=PIPE_WIDTH)
         with console.capture() as captured:
@@ -144,6 +145,20 @@ def fields(document: dict[str, Any]) -> RenderableType:
     for name, value in document.items():
         made.add_row(name, cell(machine(value) if name == "machine" else value))
     return made
+
+
+def shell_line(line: str) -> RenderableType:
+    """Return a command for a shell as one line. The terminal breaks it, so that a copy has no line break."""
+    from rich.text import Text
+
+    return Text(line, no_wrap=True, overflow="ignore")
+
+
+def with_next(shown: RenderableType, command: list[str]) -> RenderableType:
+    """Return a rendered result, and below it the command that a user needs next."""
+    from rich.console import Group
+
+    return Group(shown, "", shell_line(f"next: {shlex.join(command)}"))
 
 
 def cell(value: Any) -> str:

@@ -6,15 +6,16 @@ import math
 import os
 import pkgutil
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl import progress
-from specctl.cli import checks
+from specctl.cli import checks, distill
 from specctl.cli.command import execute, library_output, recipe_command
 from specctl.cli.options import TARGET
-from specctl.cli.output import fields, output, table
+from specctl.cli.output import fields, output, table, with_next
 from specctl.errors import CheckpointError, RecipeError, UsageError
 from specctl.reporting.tables import text
 
@@ -70,11 +71,12 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         return checks.show("train-drafter", recipe, words, estimate=estimates if recipe.each else estimates[-1])
     with library_output():
         for source, missing in first.items():
-            progress.log(f"no complete data in {source}: distilling from up to {missing.data.limit} prompts first")
+            prompts = f"{missing.data.limit:,} prompts {distill.origin(missing.data)}"
+            progress.log(f"no complete data in {source}: distilling from up to {prompts} first")
             execute("distill", missing)
         documents = [execute("train-drafter", training) for training in recipes]
     if not recipe.each:
-        return output.result(documents[-1], show, brief=documents[-1]["drafter"])
+        return output.result(documents[-1], partial(show, recipe=recipe), brief=documents[-1]["drafter"])
     pool = str(recipes[-1].output.parent)
     output.result({"command": "train-drafter", "pool": pool, "drafters": documents}, show_pool, brief=pool)
 
@@ -234,6 +236,10 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError(f"no distilled data in {source}", hint=f"run specctl distill --domain {domains[0]} first")
     data = recipe.data.model_copy(update={"domain": domains, "limit": recipe.data.limit or recipe.distill.responses})
+    for mixture in sorted(source.parent.glob("*+*")):
+        if source.name in mixture.name.split("+") and store.exists(mixture):
+            readers = mixture.name.replace("+", ",")
+            progress.warn(f"{mixture} has texts of {source.name}, too, but only --domain {readers} reads them")
     longest, target = recipe.distill.max_new_tokens, recipe.target
     if target.adapter is None and store.exists(source):  # the rest is written by the same adapter
         target = target.model_copy(update={"adapter": recorded(source)})
@@ -327,7 +333,6 @@ def steps(
     silent: list[list[str] | None],
 ) -> list[str]:
     """`adapters` and `silent`: results of `with_adapters` and `unanswered` for each recipe."""
-    from specctl.cli import distill
     from specctl.families import trainable_families
 
     plans = [step for missing in first.values() for step in distill.steps(missing)]
@@ -439,7 +444,7 @@ def _states(recipe: TrainRecipe, authors: dict[Path, Author]) -> HiddenStatesSpe
     return served_features.with_adapters(states, authors.values() or ([alone] if alone.adapter else []))
 
 
-def show(document: dict[str, Any]) -> Any:
+def show(document: dict[str, Any], recipe: TrainRecipe) -> Any:
     """Render the result, and say on which prompts its mat was measured: it differs from the mat of `eval`."""
     mat, expected = document.get("mat", math.nan), document.get("expected_mat", math.nan)
     of = "on held-out prompts of the training data; specctl eval measures the test split"
@@ -447,7 +452,14 @@ def show(document: dict[str, Any]) -> Any:
         document = document | {"mat": f"{text(mat)} ({of})"}
     told = {key: value for key, value in document.items() if "expected" not in key}
     if math.isnan(expected):
-        return fields(told)
+        from specctl.data_prep import DOMAINS
+
+        named = [*checks.target_flags(recipe.target), "--domain", ",".join(recipe.data.domain)]
+        if not DOMAINS.keys() >= set(recipe.data.domain):
+            named += ["--prompts", "TEST.jsonl"]
+        return with_next(
+            fields(told), ["specctl", "eval", *named, "--drafter", document["drafter"], "--drafter", "lookup"]
+        )
     how = "estimated from held-out responses; to measure it, export and serve it, and run specctl eval-server --server"
     return fields(told | {"expected_mat": f"{text(expected)} ({how})"})
 

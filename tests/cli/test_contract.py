@@ -18,7 +18,7 @@ import pytest
 from specctl import errors, progress
 from specctl.cli import options
 from specctl.cli.failures import explain
-from specctl.cli.output import output, table
+from specctl.cli.output import output, table, with_next
 from specctl.lab.reason import show as reason_show
 from specctl.recipe import RECIPES
 from specctl.subcommands import SUBCOMMANDS
@@ -389,6 +389,19 @@ def test_tables_on_a_narrow_terminal_keep_names_and_numbers_whole(monkeypatch, c
     (line,) = (line for line in lines if "summarization-eagle3" in line)
     assert [text for text in line.split() if text[0].isdigit()] == ["2.06", "4.46", "0.83", "12,345"]
     assert {"transformers", "static,", "tokens"} <= set(re.sub(r"\x1b\[[0-9;]*m", " ", "\n".join(lines)).split())
+
+
+@pytest.mark.parametrize(
+    "shown", ["next: " + "specctl " * 20, with_next("", ["specctl"] * 20)], ids=["the text of a plan", "a command"]
+)
+def test_a_terminal_shows_a_command_without_line_breaks(monkeypatch, shown):
+    """A copied command was several commands: it had a line break after every 80 columns."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    output.result({}, lambda _: shown)
+    assert [line.rstrip() for line in terminal.getvalue().splitlines() if line] == ["next:" + " specctl" * 20]
 
 
 def test_a_closed_pipe_is_not_an_error():

@@ -9,12 +9,14 @@ import pytest
 from rich.console import Console
 
 from specctl.cli.train_drafter import show
+from specctl.recipe import RECIPES
 from tests.toys import mtp
 
 
 @dataclass
 class Result:
     drafter: str = "drafters/sql-eagle3"
+    output: str = "distilled/sql"
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def calls(library):
 @pytest.mark.parametrize(("mat", "says"), [(2.5, "2.50 (on held-out prompts"), (math.nan, "–")])
 def test_mat_is_printed_with_its_prompts(capsys, mat, says):
     """If there are too few prompts, none is held out and there is no mat."""
-    Console(width=200).print(show({"mat": mat}))
+    Console(width=200).print(show({"mat": mat, "drafter": "drafters/sql-eagle3"}, RECIPES["train-drafter"]()))
     told = capsys.readouterr().out
     assert says in told and ("held-out" in told) == (mat == 2.5)
 
@@ -48,7 +50,7 @@ def test_missing_data_is_distilled_first(specctl, calls):
     first = calls[0][1]
     assert (first.data.domain, first.data.limit, first.data.seed) == (["math"], 7, 5)
     assert first.output == calls[1][1].data_dirs[0] == Path("distilled/math")
-    assert "distilling" in done.err
+    assert "distilling from up to 7 prompts of the built-in generator first" in done.err
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
@@ -80,6 +82,28 @@ def test_an_mtp_layer_is_planned(specctl, calls, tmp_path):
     done = specctl.ok("train-drafter", "--arch", "mtp", "--target", native, "--dry-run", "--json")
     assert done.json["estimate"]["drafter_parameters"] > 800_000
     assert done.json["recipe"]["ttt_steps"] == 3
+
+
+def test_data_of_a_mixture_is_named_before_one_of_its_domains_is_distilled(specctl, calls, distilled, tmp_path):
+    """`distill --domain sql,math` writes one directory. The data of sql alone was then distilled from other prompts."""
+    distilled(tmp_path / "distilled/sql+math")
+    note = "distilled/sql+math has texts of sql, too, but only --domain sql,math reads them"
+    assert note in specctl.ok("train-drafter", "--domain", "sql", "--dry-run").err
+    assert "has texts of" not in specctl.ok("train-drafter", "--domain", "code", "--dry-run").err
+    assert specctl.ok("train-drafter", "--domain", "sql,math", "--dry-run").err == ""
+
+
+def test_the_result_ends_with_the_next_command(specctl, calls, tmp_path):
+    done = specctl.ok("distill", "--domain", "sql", "--output-dir", "my data")
+    assert done.out.splitlines()[-1] == "next: specctl train-drafter --domain sql 'distilled=my data'"
+    assert "next:" not in specctl.ok("distill", "--domain", "sql", "--shard", "1/2").out
+    done = specctl.ok("train-drafter", "--domain", "sql")
+    assert done.out.splitlines()[-1] == (
+        "next: specctl eval --domain sql --drafter drafters/sql-eagle3 --drafter lookup"
+    )
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Q"}\n')
+    done = specctl.ok("train-drafter", "--prompts", "mine.jsonl")
+    assert " --domain mine --prompts TEST.jsonl --drafter " in done.out.splitlines()[-1]
 
 
 def test_existing_data_is_used(specctl, calls, distilled, tmp_path):
