@@ -322,6 +322,12 @@ def _commands(uses: list[dict[str, Any]], about: Description, missing: int) -> A
     return table("commands", "work", "without the layers", rows=rows)
 
 
+def _label(what: str) -> str:
+    """Shorten the path of a target or an adapter to its last part, so that the column stays narrow."""
+    kind, _, place = what.partition(" ")
+    return f"{kind} {Path(place).name}" if place.startswith((".", "/", "~")) else what
+
+
 def _report(document: dict[str, Any], about: Description | None) -> Any:
     from rich.console import Group
     from rich.table import Table
@@ -333,7 +339,7 @@ def _report(document: dict[str, Any], about: Description | None) -> Any:
     for finding in document["findings"]:
         state = f"[{colours[finding['state']]}]{finding['state']}[/]"
         fix = f"→ {cell(finding['fix'])}" if finding["fix"] else ""
-        grid.add_row(state, cell(finding["what"]), f"{cell(finding['value'])}  {fix}".rstrip())
+        grid.add_row(state, cell(_label(finding["what"])), f"{cell(finding['value'])}  {fix}".rstrip())
     missing = document["missing"]
     lacking = f"{counted(missing, 'requirement')} {'is' if missing == 1 else 'are'} missing"
     verdict = lacking if missing else "all requirements are met"

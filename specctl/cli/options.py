@@ -143,9 +143,11 @@ FLAGS: dict[str, Flag] = {
     "metric": Flag(("metric",), str, "Metric in the cells of the matrix: mat, speedup or accept_rate."),
     "baselines": Flag(("baselines",), str, "vanilla,transformers (default), one of them, or none.", _none_or_names),
     "algo": Flag(
-        ("algo",), str, "Policy, or several separated by commas: cgp-ucb (default), hedgespec, ucbspec, metasd-ucb, …"
+        ("algo",), str, "Policy, or several separated by commas: cgp-ucb (default), … (`specctl guide choosing`)."
     ),
-    "choose": Flag(("choose",), str, "Policy that chooses among several drafters: cgp-ucb (default), …"),
+    "choose": Flag(
+        ("choose",), str, "Policy that chooses among several drafters: cgp-ucb (default), … (`specctl guide choosing`)."
+    ),
     "learner": Flag(("algo",), str, "Update rule, alone or with a family, or several: ogd, opt-hydra, ens-eagle3, …"),
     "step_algo": Flag(("algo",), str, "lr (default), osd-lr, online-lr, or several: how the draft LM learns."),
     "schedule": Flag(("stream.schedule",), str, "Domains in turn, each with its number of prompts: sql:400,math:400."),

@@ -37,8 +37,7 @@ LEARNING_COLUMNS = headings(
 def serve(recipe: ServeRecipe, dry_run: bool) -> None:
     """Serve a target in OpenAI's protocol, with a drafter, or with a pool from which a policy chooses for each text.
 
-    With --server, running engines answer. The policy sends each text to the engine with the drafter that suits it, and
-    learns from the engines' counters.
+    With --server, running engines answer. The policy chooses one for each text, and learns from their counters.
     With --learn, drafters learn from the texts that are served: in a pool, each from the texts that it drafted.
 
     / shows what it does, /metrics is for Prometheus. A signal ends it."""

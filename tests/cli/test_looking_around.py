@@ -332,12 +332,16 @@ def test_help_ends_with_an_example_of_its_own_options(specctl, name):
 
 
 def test_command_summaries_are_not_broken_early(specctl):
-    """The summary of `import` used to break after "Hydra," at any width."""
+    """The summary of `import` used to break after "Hydra," at any width, and later its second sentence did."""
     listed = " ".join(specctl("--help").out.replace("│", " ").split())
     summaries = {name: command.short_help for name, command in get_command(app).commands.items() if command.short_help}
     assert {"import", "eval", "report"} <= summaries.keys()
     for name, summary in summaries.items():
         assert "\n" not in summary and summary in listed, name
+    for name, command in get_command(app).commands.items():
+        for paragraph in command.help.split("\n\n")[1:]:
+            lines = paragraph.strip().splitlines()
+            assert all(line.endswith((".", ":")) for line in lines[:-1]), (name, lines)
 
 
 @pytest.mark.parametrize(("missing", "verdict"), [(1, "1 requirement is missing"), (2, "2 requirements are missing")])
