@@ -109,7 +109,7 @@ def steps(recipe: DistillRecipe) -> list[str]:
 
 def origin(data: DataRecipe) -> str:
     """Say where the prompts come from, after the word "prompts"."""
-    words = {"public": "of the public data set", "unconditional": "without words"}
+    words = {"public": "of the public data set", "unconditional": "(empty)"}
     return f"from {data.prompts}" if data.prompts else words.get(data.source, "of the built-in generator")
 
 

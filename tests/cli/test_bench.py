@@ -100,7 +100,7 @@ def test_a_shape_without_memory_is_refused(specctl, monkeypatch, flags):
     """Before any weights are made. If only some parts fit, the error names them."""
     monkeypatch.setattr(shapes, "free_memory", lambda device: 20e9)
     done = specctl("bench", "--shape", "32b", "--dtype", "bf16", "--device", "cpu", *flags)
-    assert done.code == 2 and "66 GB of weights" in done.err and "smaller shape" in done.err
+    assert done.code == 2 and "66 GB of weights and needs 72." in done.err and "smaller shape" in done.err
     done = specctl("bench", "--shape", "8b", "--dtype", "bf16", "--device", "cpu", *flags)
     assert done.code == 2 and "--parts rounds,decoding" in done.err
     planned = specctl(

@@ -11,13 +11,15 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import pytest
 
 from specctl import errors, progress
 from specctl.cli import options
+from specctl.cli.doctor import Finding, _report
 from specctl.cli.failures import explain
+from specctl.cli.main import run
 from specctl.cli.output import output, table, with_next
 from specctl.lab.reason import show as reason_show
 from specctl.recipe import RECIPES
@@ -374,14 +376,20 @@ def test_without_a_terminal_output_is_plain_and_complete(specctl):
     assert all(line == line.rstrip() for line in done.out.splitlines())
 
 
+def stdout_as_terminal(monkeypatch, columns="80"):
+    """Replace stdout by a terminal, until the end of the test. Return its content."""
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERM", "xterm")
+    return shown
+
+
 @pytest.mark.parametrize("columns", ["80", "30"])
 def test_tables_on_a_narrow_terminal_keep_names_and_numbers_whole(monkeypatch, columns):
     """Names and numbers used to be split over lines, and some columns were dropped."""
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setenv("TERM", "xterm")
+    terminal = stdout_as_terminal(monkeypatch, columns)
     heads = ("drafter", "domain", "× plain", "× transformers", "tokens/s × static, net", "tokens", "what it is for")
     row = ["summarization-eagle3", "summarization", 2.06, 4.46, 0.83, 12345, "a sentence of several words " * 3]
     output.result({}, lambda _: table(*heads, rows=[row]))
@@ -396,12 +404,26 @@ def test_tables_on_a_narrow_terminal_keep_names_and_numbers_whole(monkeypatch, c
 )
 def test_a_terminal_shows_a_command_without_line_breaks(monkeypatch, shown):
     """A copied command was several commands: it had a line break after every 80 columns."""
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("COLUMNS", "80")
+    terminal = stdout_as_terminal(monkeypatch)
     output.result({}, lambda _: shown)
     assert [line.rstrip() for line in terminal.getvalue().splitlines() if line] == ["next:" + " specctl" * 20]
+
+
+@pytest.mark.parametrize("argv", [["recipes", "ls"], ["domains", "ls"], ["guide"], ["guide", "lossless"]], ids=" ".join)
+def test_pages_and_lists_fit_80_columns(monkeypatch, argv):
+    """One long word made the list of recipes 81 columns wide, and every line was followed by an empty one."""
+    terminal = stdout_as_terminal(monkeypatch)
+    run(argv)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    assert len(lines) > 5 and max(map(len, lines)) <= 80
+
+
+def test_a_long_path_of_a_target_does_not_widen_the_report_of_doctor(monkeypatch):
+    terminal = stdout_as_terminal(monkeypatch)
+    finding = Finding(f"target /{'directory/' * 9}model.gguf", "ok", "lean step: llama is covered by the lean step")
+    output.result({"findings": [asdict(finding)], "missing": 0}, lambda document: _report(document, about=None))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    assert lines[0].startswith("ok  target model.gguf  lean step: ") and len(lines[0]) <= 80
 
 
 def test_a_closed_pipe_is_not_an_error():

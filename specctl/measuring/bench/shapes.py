@@ -78,9 +78,9 @@ def check_memory(recipe: BenchRecipe) -> None:
     weights = Outline.of(config_of(recipe.shape), dtype).parameters * dtype.itemsize
     there = free_memory(device)
     if weights * MEMORY_FACTOR > there:
+        needed = f"{weights / 1e9:.0f} GB of weights and needs {weights * MEMORY_FACTOR / 1e9:.1f} GB"
         raise UsageError(
-            f"shape {recipe.shape} has {weights / 1e9:.0f} GB of weights, but {device} has {there / 1e9:.0f} GB free",
-            "name a smaller shape",
+            f"shape {recipe.shape} has {needed}, but {device} has {there / 1e9:.1f} GB free", "name a smaller shape"
         )
     if "steps" in recipe.parts and weights * (1 + MEMORY_FACTOR) > there:
         raise UsageError(
