@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.cli import checks
 from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.options import DATA, TARGET
-from specctl.cli.output import fields
+from specctl.cli.output import fields, with_next
 from specctl.errors import CheckpointError, UsageError, near_path
 from specctl.hub import DOWNLOAD
 
@@ -33,7 +34,7 @@ def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
     check_head(recipe.source)
     checks.check_data(recipe.data)
     checks.check_output("import", recipe.output, overwrite=recipe.overwrite)
-    run_or_plan("import", recipe, dry_run, lambda: steps(recipe), show, "drafter")
+    run_or_plan("import", recipe, dry_run, lambda: steps(recipe), partial(show, recipe=recipe), "drafter")
 
 
 def check_head(source: Path) -> None:
@@ -64,6 +65,10 @@ def steps(recipe: ImportRecipe) -> list[str]:
     ]
 
 
-def show(document: dict[str, Any]) -> Any:
+def show(document: dict[str, Any], recipe: ImportRecipe) -> Any:
     facts = {name: document[name] for name in SHOWN if document[name]}
-    return fields(facts | {f"probe: {name}": value for name, value in (document["probe"] or {}).items()})
+    shown = fields(facts | {f"probe: {name}": value for name, value in (document["probe"] or {}).items()})
+    if not document["probe"]:
+        return shown
+    drafters = ["--drafter", document["drafter"], "--drafter", "lookup"]
+    return with_next(shown, ["specctl", "eval", *checks.target_flags(recipe.target), *drafters])

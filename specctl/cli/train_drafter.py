@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pkgutil
@@ -451,17 +452,27 @@ def show(document: dict[str, Any], recipe: TrainRecipe) -> Any:
     if not math.isnan(mat):
         document = document | {"mat": f"{text(mat)} ({of})"}
     told = {key: value for key, value in document.items() if "expected" not in key}
+    if math.isnan(expected) and checks.engine_only(recipe.target) is None:
+        named = [*checks.target_flags(recipe.target), "--domain", ",".join(recipe.data.domain), *test_prompts(recipe)]
+        drafters = ["--drafter", document["drafter"], "--drafter", "lookup"]
+        return with_next(fields(told), ["specctl", "eval", *named, *drafters])
     if math.isnan(expected):
-        from specctl.data_prep import DOMAINS
-
-        named = [*checks.target_flags(recipe.target), "--domain", ",".join(recipe.data.domain)]
-        if not DOMAINS.keys() >= set(recipe.data.domain):
-            named += ["--prompts", "TEST.jsonl"]
-        return with_next(
-            fields(told), ["specctl", "eval", *named, "--drafter", document["drafter"], "--drafter", "lookup"]
-        )
+        return fields(told)
     how = "estimated from held-out responses; to measure it, export and serve it, and run specctl eval-server --server"
     return fields(told | {"expected_mat": f"{text(expected)} ({how})"})
+
+
+def test_prompts(recipe: TrainRecipe) -> list[str]:
+    """Return the option of `eval` that names test prompts. None is needed if the data is of built-in prompts."""
+    from specctl.data_prep import DOMAINS
+    from specctl.distillation.card import CARD
+
+    files = [path / CARD for path in recipe.data_dirs]
+    cards = [json.loads(file.read_bytes()) for file in files if file.is_file()]
+    built_in = {"auto", "generator", "public"}.issuperset(source for card in cards for source in card["sources"])
+    if built_in and DOMAINS.keys() >= set(recipe.data.domain):
+        return []
+    return ["--prompts", cards[0]["excluded"] if len(cards) == 1 and cards[0]["excluded"] else "TEST.jsonl"]
 
 
 def show_pool(document: dict[str, Any]) -> Any:

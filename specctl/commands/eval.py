@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from specctl import threads
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
-from specctl.distillation.prompts import read_domains
+from specctl.distillation.prompts import check_domains_of_drafters, read_domains
 from specctl.distillation.rejections import Rejections
 from specctl.drafters import names, pool
 from specctl.errors import UsageError
@@ -59,11 +59,13 @@ class EvalResult:
 def with_domains_of_drafters(recipe: EvalRecipe) -> EvalRecipe:
     """Set the domains of a matrix to the domains that its drafters were made for, if the recipe names none.
 
-    Raises UsageError if the drafters name no domain, CheckpointError if a drafter cannot be read.
+    Raises UsageError if the drafters name no domain, or one without prompts; CheckpointError if a drafter cannot be
+    read.
     """
     if not recipe.matrix or "domain" in recipe.data.model_fields_set:
         return recipe
     domains = list(dict.fromkeys(domain for path in named(recipe).values() for domain in pool.domains_of(path)))
+    check_domains_of_drafters(domains, recipe.data)
     if not domains:
         raise UsageError("no drafter names the domain it was trained for", hint="name domains: --domain sql,math")
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"domain": domains})})

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 from specctl import progress, regular_files
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
-from specctl.distillation.prompts import read_domains
+from specctl.distillation.prompts import check_domains_of_drafters, read_domains
 from specctl.distillation.rejections import Rejections
 from specctl.drafters import pool
 from specctl.drafters.names import labels
@@ -32,10 +32,14 @@ ROUNDS = "rounds.jsonl"
 
 
 def with_domains_of_pool(recipe: Pooled, paths: list[str]) -> Pooled:
-    """The recipe, with the domains that the pool's drafters were made for if it names none."""
+    """The recipe, with the domains that the pool's drafters were made for if it names none.
+
+    Raises UsageError if there are no prompts of one.
+    """
     if "domain" in recipe.data.model_fields_set:
         return recipe
     domains = list(dict.fromkeys(domain for path in paths for domain in pool.domains_of(path)))
+    check_domains_of_drafters(domains, recipe.data)
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"domain": domains})}) if domains else recipe
 
 

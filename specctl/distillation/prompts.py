@@ -45,15 +45,29 @@ def check_files(data: DataRecipe) -> None:
             f"a prompts file belongs to one domain, but {data.prompts} is used for {len(files)}", hint=hint
         )
     files = {domain: file for domain, file in files.items() if file != "-" and not file.startswith(HUB)}
-    missing = [file for file in files.values() if not Path(file).exists()]
+    missing = {domain: file for domain, file in files.items() if not Path(file).exists()}
     if missing:
-        hint = f"{near_path(missing[0])}give a file of prompts, or - for stdin: specctl guide data"
-        raise DataError(f"no prompts file {', '.join(missing)}", hint)
+        named = [f"{file} ({domain})" if len(data.domain) > 1 else file for domain, file in missing.items()]
+        hint = f"{near_path(next(iter(missing.values())))}give a file of prompts, or - for stdin: specctl guide data"
+        raise DataError(f"no prompts file {', '.join(named)}", hint)
     for domain, file in files.items():
         if not Path(file).is_file():
             kind = "a directory" if Path(file).is_dir() else "a pipe or a device"
             raise DataError(f"prompts {file} are {kind}, not a file", hint="give a file of prompts, or - for stdin")
         _check_beginning(file, domain, data.max_rejected)
+
+
+def check_domains_of_drafters(domains: Iterable[str], data: DataRecipe) -> None:
+    """Check that there are prompts of all domains that drafters were made for, which the user has not named.
+
+    Raises UsageError if a domain is not built in, and `data` names no file.
+    """
+    from specctl import data_prep
+
+    unknown = [domain for domain in domains if domain not in data_prep.DOMAINS]
+    if unknown and data.prompts is None:
+        hint = "name other domains, such as --domain sql, or a file for each: --prompts 'data/{domain}.jsonl'"
+        raise UsageError(f"drafters were made for {', '.join(unknown)}, which has no built-in prompts", hint)
 
 
 def _check_beginning(file: str, domain: str, max_rejected: float) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 import pytest
 
 from specctl import errors, progress
-from specctl.cli import options
+from specctl.cli import import_, options
 from specctl.cli.doctor import Finding, _report
 from specctl.cli.failures import explain
 from specctl.cli.main import run
@@ -407,6 +407,22 @@ def test_a_terminal_shows_a_command_without_line_breaks(monkeypatch, shown):
     terminal = stdout_as_terminal(monkeypatch)
     output.result({}, lambda _: shown)
     assert [line.rstrip() for line in terminal.getvalue().splitlines() if line] == ["next:" + " specctl" * 20]
+
+
+@pytest.mark.parametrize("probe", [{"mat": 2.0}, None])
+def test_an_imported_head_is_evaluated_next_if_it_could_be_tried(capsys, probe):
+    document = {
+        "format": "eagle3",
+        "family": "eagle3",
+        "params": 1,
+        "drafter": "drafters/a",
+        "notes": [],
+        "probe": probe,
+    }
+    recipe = RECIPES["import"](head="a", target={"name": "b"})
+    output.result({}, lambda _: import_.show(document, recipe))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert (last == "next: specctl eval --target b --drafter drafters/a --drafter lookup") == (probe is not None)
 
 
 @pytest.mark.parametrize("argv", [["recipes", "ls"], ["domains", "ls"], ["guide"], ["guide", "lossless"]], ids=" ".join)

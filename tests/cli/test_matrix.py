@@ -72,6 +72,14 @@ def test_domains_default_to_those_of_the_pool(specctl, pool):
     assert domains("data.domain=chat") == ["chat"]
 
 
+@pytest.mark.parametrize("command", ["eval", "select"])
+def test_a_domain_of_a_drafter_without_prompts_is_refused(specctl, pool, tmp_path, command):
+    """The error said "unknown domain" of a name that the user had not typed."""
+    (tmp_path / "drafters/sql-head/drafter.json").write_text('{"domain": ["traffic"]}')
+    done = specctl(command, *(pool if command == "eval" else pool[:2]), "--dry-run")
+    assert done.code == 2 and "drafters were made for traffic, which has no built-in prompts" in done.err
+
+
 @pytest.mark.parametrize(
     ("argv", "left"),
     [(["none"], []), (["vanilla"], ["vanilla"]), (["vanilla,transformers"], ["vanilla", "transformers"])],

@@ -93,7 +93,7 @@ def test_data_of_a_mixture_is_named_before_one_of_its_domains_is_distilled(specc
     assert specctl.ok("train-drafter", "--domain", "sql,math", "--dry-run").err == ""
 
 
-def test_the_result_ends_with_the_next_command(specctl, calls, tmp_path):
+def test_the_result_ends_with_the_next_command(specctl, calls, distilled, tmp_path):
     done = specctl.ok("distill", "--domain", "sql", "--output-dir", "my data")
     assert done.out.splitlines()[-1] == "next: specctl train-drafter --domain sql 'distilled=my data'"
     assert "next:" not in specctl.ok("distill", "--domain", "sql", "--shard", "1/2").out
@@ -104,6 +104,10 @@ def test_the_result_ends_with_the_next_command(specctl, calls, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "Q"}\n')
     done = specctl.ok("train-drafter", "--prompts", "mine.jsonl")
     assert " --domain mine --prompts TEST.jsonl --drafter " in done.out.splitlines()[-1]
+    distilled(tmp_path / "distilled/sql")
+    (tmp_path / "distilled/sql/card.json").write_text('{"sources": ["mine.jsonl"], "excluded": "test.jsonl"}')
+    done = specctl.ok("train-drafter", "--domain", "sql")
+    assert " --domain sql --prompts test.jsonl --drafter " in done.out.splitlines()[-1]
 
 
 def test_existing_data_is_used(specctl, calls, distilled, tmp_path):
