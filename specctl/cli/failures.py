@@ -34,16 +34,18 @@ class Failure:
 def explain(error: BaseException, command: str | None = None) -> Failure:
     """Return the failure for an exception of `command`, with a message that always fits a screen."""
     failure = _explain(error, command)
-    return replace(failure, message=presentable(failure.message), hint=failure.hint and presentable(failure.hint))
+    hint = failure.hint and presentable(failure.hint, MESSAGE)  # it may be a command to copy
+    return replace(failure, message=presentable(failure.message), hint=hint)
 
 
-def presentable(message: str) -> str:
+def presentable(message: str, longest: int = LINE) -> str:
     """Make a message safe and short for a terminal.
 
-    It loses passwords, control characters, the middle of long lines, and the lines beyond the limits.
+    It loses passwords, control characters, the middle of lines above `longest`, and the lines beyond the limits.
     """
     lines = [
-        CONTROL.sub(lambda char: f"\\x{ord(char[0]):02x}", brief(line, LINE)) for line in redacted(message).split("\n")
+        CONTROL.sub(lambda char: f"\\x{ord(char[0]):02x}", brief(line, longest))
+        for line in redacted(message).split("\n")
     ]
     kept = lines[:1]
     for line in lines[1:LINES]:

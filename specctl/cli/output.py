@@ -97,15 +97,16 @@ output = Output()
 def table(*columns: str, rows: list[list[Any]]) -> RenderableType:
     """Return a plain table. Columns after the first are right-aligned if every cell is a number.
 
-    On a narrow terminal headings break between words, and long texts anywhere; names and numbers stay whole.
+    On a narrow terminal headings break between words, and long texts anywhere; names and numbers stay whole. Many
+    columns stand closer there.
     """
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     widths = [max((len(text(row[index])) for row in rows), default=0) for index in range(len(columns))]
     needed = sum(map(max, widths, map(len, columns))) + 3 * len(columns)
     narrow = sys.stdout.isatty() and needed > shutil.get_terminal_size().columns
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0) if narrow and len(columns) > 4 else (0, 1))
     for index, (name, width) in enumerate(zip(columns, widths, strict=True)):
         numeric = index > 0 and all(isinstance(row[index], int | float | None) for row in rows)
         whole = narrow and width <= WHOLE

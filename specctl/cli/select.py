@@ -80,7 +80,8 @@ def checked(recipe: Played) -> tuple[Played, list[str]]:
         *([recipe.companion] if "beside" in recipe.baselines else []),
     }
     if twice := sorted(name for name in labels(recipe.rivals).values() if name in others):
-        raise UsageError(f"two contenders are called {twice[0]!r}", hint="rivals must not be arms")
+        hint = "--rival takes drafters outside the pool; --baselines fixed measures each drafter of the pool alone"
+        raise UsageError(f"two contenders are called {twice[0]!r}", hint)
     return recipe, pool
 
 

@@ -183,8 +183,10 @@ def test_an_overlong_drafter_name_is_reported_as_missing(specctl):
 
 def test_messages_are_limited_in_length(specctl, library):
     found = explain(errors.UsageError("\n".join(f"{n}: " + "x" * 5000 for n in range(2_000)), "y" * 5000))
-    assert len(found.message) < 2000 and len(found.message.splitlines()) <= 12 and len(found.hint) < 500
+    assert len(found.message) < 2000 and len(found.message.splitlines()) <= 12 and len(found.hint) <= 1500
     assert explain(errors.UsageError("a\x1b[31mb")).message == "a\\x1b[31mb"
+    command = "vllm serve MODEL " + "--option value " * 60
+    assert explain(errors.UsageError("no server", command)).hint == command  # a command without its middle is useless
     library("distill", raiser(errors.DataError("p.jsonl: " + "x" * 100_000)))
     assert len(specctl("distill", "--json").json["error"]["message"]) < 500
 
@@ -407,6 +409,20 @@ def test_a_terminal_shows_a_command_without_line_breaks(monkeypatch, shown):
     terminal = stdout_as_terminal(monkeypatch)
     output.result({}, lambda _: shown)
     assert [line.rstrip() for line in terminal.getvalue().splitlines() if line] == ["next:" + " specctl" * 20]
+
+
+def test_the_table_of_eval_fits_80_columns(monkeypatch):
+    """It was 92 columns wide, so that a terminal broke every row."""
+    terminal = stdout_as_terminal(monkeypatch)
+    heads = ("drafter", "domain", "mat", "accepted", "tokens/s", "× plain", "× transformers", "tokens")
+    rows = [
+        ["sql-eagle3+lookup", "sql", 4.2, 0.89, 233.8, 2.56, 12.5, 1558],
+        ["transformers+lookup", "sql", 1.75, None, 38.28, 0.25, 1.4, 1558],
+    ]
+    output.result({}, lambda _: table(*heads, rows=rows))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "sql-eagle3+lookup sql 4.20 0.89 233.8 2.56 12.50 1,558" in [" ".join(line.split()) for line in lines]
 
 
 @pytest.mark.parametrize("probe", [{"mat": 2.0}, None])
