@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pkgutil
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specctl import progress
+from specctl import progress, regular_files
 from specctl.cli import checks, distill
 from specctl.cli.command import execute, library_output, recipe_command
 from specctl.cli.options import TARGET
@@ -463,16 +463,19 @@ def show(document: dict[str, Any], recipe: TrainRecipe) -> Any:
 
 
 def test_prompts(recipe: TrainRecipe) -> list[str]:
-    """Return the option of `eval` that names test prompts. None is needed if the data is of built-in prompts."""
+    """Return the option of `eval` that names test prompts; an empty list if the data has built-in prompts."""
     from specctl.data_prep import DOMAINS
     from specctl.distillation.card import CARD
 
-    files = [path / CARD for path in recipe.data_dirs]
-    cards = [json.loads(file.read_bytes()) for file in files if file.is_file()]
-    built_in = {"auto", "generator", "public"}.issuperset(source for card in cards for source in card["sources"])
-    if built_in and DOMAINS.keys() >= set(recipe.data.domain):
+    cards: list[dict[str, Any]] = []
+    for path in recipe.data_dirs:
+        with suppress(OSError, ValueError):  # unfinished data has no card
+            cards.append(regular_files.read_json(path / CARD))
+    sources = {source for card in cards for source in card.get("sources", ())}
+    if sources <= {"auto", "generator", "public"} and DOMAINS.keys() >= set(recipe.data.domain):
         return []
-    return ["--prompts", cards[0]["excluded"] if len(cards) == 1 and cards[0]["excluded"] else "TEST.jsonl"]
+    excluded = cards[0].get("excluded") if len(cards) == 1 else None
+    return ["--prompts", excluded or "TEST.jsonl"]
 
 
 def show_pool(document: dict[str, Any]) -> Any:
