@@ -82,6 +82,8 @@ def test_headings_match_the_kind_of_result(mode, yardstick, there, absent):
         ],
         "at_least": "holds at every moment",
     }
+    reward = {"arm": "lookup", "reward": "be", "n": 7, "mean": 0.25, "std": 0.5, "zeros": 0.75}
+    document["rewards"] = [reward | {"reward": "tokens"}] if mode == "live" else [reward, reward | {"reward": "bd"}]
     document |= {"algo": "hedgespec", "run_dir": "run", "machine": {"cores": 2, "threads": 1, "others_busy": 0.5}}
     document |= {"lossless": {"sequences": 0, "mismatches": 0, "ties": 0, "unverified": 0}}
     console = Console(width=400, file=io.StringIO())
@@ -91,6 +93,7 @@ def test_headings_match_the_kind_of_result(mode, yardstick, there, absent):
     assert "2 seeds × 3 queries" in shown and "holds at every moment" in shown and "90.0 % (85.0 … 95.0)" in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["×", "plain", "in", "sql", "chat"] in lines and ["hedgespec", "1.25", "1.25"] in lines
+    assert [line[1] for line in lines if line[:1] == ["lookup"]] == ([] if mode == "live" else ["be", "bd"])
 
 
 def test_select_and_report_run_end_to_end(specctl, tmp_path):
