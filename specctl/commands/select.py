@@ -34,7 +34,7 @@ ROUNDS = "rounds.jsonl"
 def with_domains_of_pool(recipe: Pooled, paths: list[str]) -> Pooled:
     """The recipe, with the domains that the pool's drafters were made for if it names none.
 
-    Raises UsageError if there are no prompts of one.
+    Raises UsageError if a domain has no prompts.
     """
     if "domain" in recipe.data.model_fields_set:
         return recipe

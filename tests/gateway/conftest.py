@@ -92,7 +92,7 @@ def wait_for(condition):
 
 
 def heard(capsys, words):
-    """Wait until stderr has these words, and return all of it."""
+    """Wait until stderr has these words. Return the whole text of stderr."""
     said = []
     wait_for(lambda: said.append(capsys.readouterr().err) or words in "".join(said))
     return "".join(said)

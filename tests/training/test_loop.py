@@ -443,7 +443,7 @@ def logged(place):
 def launch(distilled, place, processes, stage, *flags):
     """Run `specctl train-drafter` under torchrun; return the losses of all steps.
 
-    Every step sees the same texts, and all of the vocabulary: processes would draw different samples of it.
+    Every step sees the same texts and the whole vocabulary: each process would draw its own sample.
     """
     options = dict(batch_tokens=10**6, optimizer=OptimizerRecipe(type="adamw"), sampled_softmax=0)
     values = recipe(distilled, place, zero_stage=stage, max_steps=4, **options)
