@@ -1,4 +1,4 @@
-"""Tests do not depend on chance, on the tests before them, or on the speed of the machine. `conftest.py` sets the seeds."""
+"""Tests do not depend on chance, on earlier tests, or on the speed of the machine. `conftest.py` sets the seeds."""
 
 import random
 import zlib
