@@ -137,7 +137,7 @@ def read_cpu_facts(
     facts = CpuFacts(default, len(allowed), quota(root), 0.0, processes, asked)
     if free_threads(facts) == 1 or asked is not None or processes > 1:
         return facts
-    others = OtherProcesses(allowed, root)
+    others = OtherProcesses(allowed, root, niced=os.getpriority(os.PRIO_PROCESS, 0) > 0)
     time.sleep(WATCH_SECONDS)
     return replace(facts, busy=others.busy() or 0.0)
 
@@ -209,10 +209,14 @@ class OtherProcesses:
     """Measures the CPU time that other processes use from construction on.
 
     The load average would not do: it covers the last minute, in which this process or the command before it has worked.
+
+    Args:
+        niced: count niced processes, too. They leave the cores to processes of normal priority, but not the caches and
+            the memory.
     """
 
-    def __init__(self, cpus: frozenset[int] | None = None, root: Path = ROOT):
-        self._cpus, self._root = cpus or usable_cpus(), root
+    def __init__(self, cpus: frozenset[int] | None = None, root: Path = ROOT, niced: bool = True):
+        self._cpus, self._root, self._niced = cpus or usable_cpus(), root, niced
         self._since, self._all, self._own = time.monotonic(), self._taken(), _own_s()
 
     def busy(self) -> float | None:
@@ -223,13 +227,12 @@ class OtherProcesses:
         return max(0.0, (taken - self._all - (_own_s() - self._own)) / seconds)
 
     def _taken(self) -> float | None:
-        """Return the CPU seconds of all processes. Niced processes make way: they count only if this one is niced."""
-        nice = hasattr(os, "getpriority") and os.getpriority(os.PRIO_PROCESS, 0) > 0
+        """Return the CPU seconds of all processes."""
         names, ticks = {f"cpu{number}" for number in self._cpus}, []
         for name, *fields in (line.split() for line in _lines(self._root / "proc/stat")):
             if name in names:
                 user, niced, system, _, _, irq, softirq, stolen = map(int, fields[:8])
-                ticks.append(user + system + irq + softirq + stolen + (niced if nice else 0))
+                ticks.append(user + system + irq + softirq + stolen + (niced if self._niced else 0))
         return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
 
 

@@ -128,7 +128,7 @@ def test_a_machine_without_control_groups_has_no_quota(tmp_path):
 
 
 def test_busy_counts_other_processes_on_the_allowed_cores(tmp_path, monkeypatch):
-    """Over four seconds. Niced processes count only if this process is niced too."""
+    """Over four seconds. Niced processes can be left out."""
 
     def stat(**more):
         rows = [{"n": n, "user": 100, "nice": 50, "system": 10, "stolen": 0} for n in range(3)]
@@ -136,17 +136,15 @@ def test_busy_counts_other_processes_on_the_allowed_cores(tmp_path, monkeypatch)
             rows[int(key[-1])][key[:-1]] += ticks
         return "cpu  1 2 3 4 5 6 7 8 9 10\n" + "".join(CPU_LINE.format(**row) for row in rows) + "intr 1 2 3\n"
 
-    clock, own, nice = [0.0], [0.0], [0]
+    clock, own = [0.0], [0.0]
     monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(threads.os, "times", lambda: (own[0], 0.0, 0.0, 0.0, 0.0))
-    monkeypatch.setattr(threads.os, "getpriority", lambda *_: nice[0])
     monkeypatch.setattr(threads.os, "sysconf", lambda _: 100)
     root = tree(tmp_path, {"proc/stat": stat()})
-    others = threads.OtherProcesses(frozenset({0, 1}), root)
+    others = threads.OtherProcesses(frozenset({0, 1}), root, niced=False)
     clock[0], own[0] = 4.0, 2.0
     tree(root, {"proc/stat": stat(user0=380, system1=200, stolen1=20, user2=400, nice1=100)})
     assert others.busy() == pytest.approx((3.8 + 2.2 - 2.0) / 4)
-    nice[0] = 10
     others = threads.OtherProcesses(frozenset({0, 1}), root)
     clock[0] = 8.0
     tree(root, {"proc/stat": stat(user0=380, system1=200, stolen1=20, user2=400, nice1=300)})

@@ -520,6 +520,41 @@ class TestCosts:
         costs.measure(target, Claims())
         assert max(slots) < 2 * (costs.FAR + costs.ROOM)
 
+    def test_measuring_reads_no_prompts(self, target, monkeypatch):
+        """Reading its 3,328 tokens took minutes with a large target on a CPU."""
+        longest = []
+        real = target.model.forward
+
+        def watched(tokens, *args):
+            longest.append(tokens.shape[1])
+            return real(tokens, *args)
+
+        monkeypatch.setattr(target.model, "forward", watched)
+        monkeypatch.setattr(costs, "REPEATS", 1)
+        costs.measure(target, Claims())
+        assert max(longest) == max(ROWS)
+
+    def test_a_slow_target_is_measured_once(self, target, monkeypatch):
+        """No repeat is added, or left out as a warm-up, when the time is over."""
+        timed = []
+        real = costs._seconds
+        monkeypatch.setattr(costs, "_seconds", lambda *call: timed.append(1) or real(*call))
+        monkeypatch.setattr(costs, "ENOUGH_S", -1.0)
+        assert costs.measure(target, None).round(1) == 1
+        once = len(ROWS) + len(costs.ROWS_EACH) + len(costs.FAR_ROWS)
+        assert len(timed) == once
+
+    def test_costs_of_a_busy_machine_are_measured_again(self, target, tmp_path, monkeypatch, capsys):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
+        monkeypatch.setattr(costs.threads, "cores", lambda: 2)  # of which the tests' target uses one
+        for busy, saved in ((1.6, False), (1.4, True)):
+            monkeypatch.setattr(costs.threads.OtherProcesses, "busy", lambda self, busy=busy: busy)
+            assert costs.costs_of(target, Claims(), "claims") == CHEAP
+            said = capsys.readouterr().err
+            assert ("measured again next time, because other processes kept 1.6 of 2 cores busy" in said) == (not saved)
+            assert (tmp_path / "specctl" / "costs.json").exists() == saved
+
     def test_a_signal_ends_measuring_within_a_round(self, target, monkeypatch):
         """It was answered only after all repetitions, which took 17 seconds on a busy core."""
         rounds = []

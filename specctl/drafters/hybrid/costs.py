@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specctl import processes, progress, regular_files, threads
+from specctl.decoding.cache import KVCache
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.plain import PLAIN
+from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.records import DraftTree, Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.state import DecodeState
@@ -41,7 +44,8 @@ CONTEXT, FAR = 256, 1024  # lengths in tokens of the texts in timed rounds
 FAR_ROWS = (1, 16)
 ROOM = 512  # tokens that may follow; a cache for a large target's whole context would not fit
 REPEATS, WARM_UP = 15, 2
-ENOUGH_S = 20.0  # time after which no repeats are added, for large targets
+ENOUGH_S = 6.0  # time after which no repeats are added, for large targets
+QUIET = 0.5  # number of our cores that other processes may keep busy while costs are measured
 LONGEST = 2**24  # maximal bytes of the cache file
 MAX_COST = 1e6  # maximal plausible cost, in rounds of one row
 
@@ -126,9 +130,11 @@ def costs_of(target: Target, head: CandidateDrafter | None, name: str) -> Costs:
         return known
     if leads:
         progress.log("measuring what rounds cost on this machine, once")
+    others = threads.OtherProcesses()
     costs = processes.broadcast_value(measure(target, head))
     if leads:
-        where = _save(path, key, costs)
+        disturbed = _disturbed(target, others.busy() or 0.0)
+        where = f"measured again next time, because {disturbed}" if disturbed else _save(path, key, costs)
         levels = "" if head is None else f", drafting one level {costs.first:.2f}, each further level {costs.level:.2f}"
         progress.log(
             f"measured once, relative to a round of one row: 8 rows {costs.round(8):.2f}, 16 rows "
@@ -145,6 +151,16 @@ def _key(target: Target, name: str) -> str:
         step = [native.version(), *(["quantized"] if target.model.quantized else [])]
     weights = target.identity["weights"] or target.name
     return json.dumps([_machine(target), weights, str(target.dtype), name, *sliced, *step])
+
+
+def _disturbed(target: Target, busy: float) -> str:
+    """Reason not to reuse costs that were measured while other processes kept `busy` cores busy; empty if they may be
+    reused."""
+    with threads.step_threads(target.row_flops):
+        free = threads.cores() - torch.get_num_threads()
+    if target.device.type == "cuda" or busy < free + QUIET:
+        return ""
+    return f"other processes kept {busy:.1f} of {threads.counted(threads.cores(), 'core')} busy"
 
 
 def _save(path: Path, key: str, costs: Costs) -> str:
@@ -215,7 +231,8 @@ def measure(target: Target, head: CandidateDrafter | None) -> Costs:
         states = {name: _texts(target, head, count, length) for name, (count, length, _) in timed.items()}
         began = time.monotonic()
         for repeat in range(REPEATS + WARM_UP):
-            if repeat > WARM_UP and processes.broadcast_value(time.monotonic() - began > ENOUGH_S):
+            late = processes.broadcast_value(time.monotonic() - began > ENOUGH_S)
+            if late and ratios:
                 break
             taken: dict[str, float] = {}
             for name, (count, length, sizes) in timed.items():
@@ -231,7 +248,7 @@ def measure(target: Target, head: CandidateDrafter | None) -> Costs:
                     _commit_a_round(target, state)
                     grow = partial(head.propose_candidates, state, levels, lambda joint: True)
                     taken[f"{levels} levels{name}"] = _seconds(target, grow)
-            for name in taken if repeat >= WARM_UP else ():
+            for name in taken if late or repeat >= WARM_UP else ():
                 ratios.setdefault(name, []).append(taken[name] / taken["1 rows"])
     return from_ratios({name: statistics.median(values) for name, values in ratios.items()}, near, far)
 
@@ -267,10 +284,30 @@ def from_ratios(ratios: dict[str, float], near: int = CONTEXT, far: int = FAR) -
     )
 
 
+class _Unread(Prefixes):
+    """Prefills texts with random keys, values and features instead of reading them.
+
+    The target would read thousands of tokens, which takes minutes if it is large and runs on a CPU. The contents do not
+    change how long a round takes.
+    """
+
+    def prefill(
+        self, target: Target, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...], slots: list[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        generator = torch.Generator().manual_seed(0)
+        for prompt, slot in zip(prompts, slots, strict=True):
+            rows = cache.first_rows(slot, len(prompt))
+            cache.set_first_rows(slot, torch.empty_like(rows).normal_(generator=generator))
+        features = torch.empty(len(prompts), max(map(len, prompts)), len(taps) * target.hidden_size, dtype=target.dtype)
+        logits = torch.zeros(len(prompts), target.vocab_size, dtype=target.dtype)
+        return logits, features.normal_(generator=generator) if taps else None
+
+
 def _texts(target: Target, head: CandidateDrafter | None, count: int, length: int) -> DecodeState:
     """Build texts of `length` random tokens, read by the target and the head, with room for the timed rounds."""
     generator = torch.Generator().manual_seed(0)
-    engine = Engine(target, Fixed(PLAIN, () if head is None else head.taps), EngineOptions(on_host=True))
+    options = EngineOptions(on_host=True, prefixes=_Unread(0) if target.device.type == "cpu" else None)
+    engine = Engine(target, Fixed(PLAIN, () if head is None else head.taps), options)
     for _ in range(count):
         prompt = torch.randint(target.vocab_size, (length,), generator=generator)
         engine.add(Request(prompt.tolist(), GREEDY, ROOM))
