@@ -128,7 +128,7 @@ def recipe_command(
 
         run.__doc__ = function.__doc__
         RECIPE_COMMANDS[name] = function
-        keys = f"[{operand.metavar or operand.key.upper()}] [KEY=VALUE]..." if operand else "[KEY=VALUE]..."
+        keys = f"{operand.metavar or operand.key.upper()} KEY=VALUE" if operand else "KEY=VALUE"  # shown in [ ]...
         overrides = "Keys of the recipe, such as target.dtype=fp32: --dry-run lists them all."
         help = f"{operand.meaning} {overrides}" if operand else overrides
         operands = Annotated[list[str] | None, typer.Argument(metavar=keys, help=help, show_default=False)]
