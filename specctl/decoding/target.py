@@ -20,12 +20,12 @@ from specctl.decoding.models.identity import adapter_digest
 from specctl.decoding.models.loading import (
     Source,
     first_line,
-    keep_freed_memory,
     load_config,
     load_model,
     load_tokenizer,
     pick_device,
     pick_dtype,
+    settle_memory,
 )
 from specctl.decoding.models.model import Model
 from specctl.decoding.models.parallel import WHOLE, Slice, load_slice
@@ -330,8 +330,6 @@ def load_target(
     must then make the same calls on the target.
     """
     where = pick_device(device)
-    if where.type == "cpu":
-        keep_freed_memory()
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if adapter is not None:
         target_adapter.check(adapter, name, load_config(name, **options), trust_remote_code=trust_remote_code)
@@ -373,7 +371,9 @@ def load_target(
     loaded = LoadedAs(consume=True, whole=whole, part=part, stored=stored)
     target = Target(name, model, tokenizer, version=version, path=path, loaded=loaded)
     target.read_again = read_again
+    # Return the memory that packing has used: other processes, and on a GPU other libraries, cannot use it.
     if where.type == "cuda":
-        # return unused blocks left by packing to the GPU: other libraries cannot use torch's cache
         torch.cuda.empty_cache()
+    else:
+        settle_memory()
     return target

@@ -5,6 +5,7 @@ The layouts are ggml's. `gguf.quants` has the same formulas, but returns only th
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from specctl.kernels.native import GroupedWeights
 
 Blocks = np.ndarray  # [blocks, bytes]
 Parts = tuple[np.ndarray, np.ndarray, np.ndarray]  # codes [blocks, values], scales and lows [blocks, groups]
-ROWS = 2**22  # values that are read together
+ROWS = 2**20  # values that a thread reads together
 
 
 def _halves(blocks: Blocks, at: int) -> np.ndarray:
@@ -26,8 +27,11 @@ def _halves(blocks: Blocks, at: int) -> np.ndarray:
 
 def _nibbles(data: np.ndarray, width: int) -> np.ndarray:
     """Codes of 4 bits: of every `width` bytes the lower nibbles, then the upper ones."""
-    runs = data.reshape(len(data), -1, 1, width)
-    return (runs >> np.array([0, 4], np.uint8)[:, None] & 15).reshape(len(data), -1)
+    codes = np.empty((len(data), data.shape[1] // width, 2, width), np.uint8)
+    runs = data.reshape(len(data), -1, width)
+    np.bitwise_and(runs, 15, out=codes[:, :, 0])
+    np.right_shift(runs, 4, out=codes[:, :, 1])
+    return codes.reshape(len(data), -1)
 
 
 def _fifth_bits(data: np.ndarray) -> np.ndarray:
@@ -107,6 +111,13 @@ def read(stored: StoredTensor) -> GroupedWeights:
     values, width = GGML_QUANT_SIZES[kind]
     blocks = np.memmap(stored.file, np.uint8, "r", stored.start, (math.prod(stored.shape) // values, width))
     step = ROWS // values
-    parts = [parse(np.ascontiguousarray(blocks[at : at + step])) for at in range(0, len(blocks), step)]
-    codes, scale, low = (np.concatenate(part).reshape(stored.shape[0], -1) for part in zip(*parts, strict=True))
-    return GroupedWeights(torch.from_numpy(codes.astype(np.int8)), torch.from_numpy(scale), torch.from_numpy(low), bits)
+    whole = [np.empty((len(blocks), part.shape[1]), part.dtype) for part in parse(blocks[:1])]
+
+    def fill(at: int) -> None:
+        for out, part in zip(whole, parse(np.ascontiguousarray(blocks[at : at + step])), strict=True):
+            out[at : at + step] = part
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(fill, range(0, len(blocks), step)))
+    codes, scale, low = (torch.from_numpy(part).view(stored.shape[0], -1) for part in whole)
+    return GroupedWeights(codes.view(torch.int8), scale, low, bits)

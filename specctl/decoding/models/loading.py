@@ -375,16 +375,18 @@ def _placement(device: torch.device, source: Source) -> dict[str, Any]:
     }
 
 
-def keep_freed_memory() -> None:
-    """Make glibc reuse freed blocks instead of returning them to the kernel.
+def settle_memory() -> None:
+    """Make glibc return the memory that is free now, and from now on reuse freed blocks instead of returning them.
 
     By default every tensor of some megabytes is a fresh mapping with page faults for each page, which cost a quarter of
-    the time of a training step. The process keeps its peak size instead. Does nothing with another C library.
+    the time of a training step. Does nothing with another C library.
     """
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        library = ctypes.CDLL(None)
+        mallopt, trim = library.mallopt, library.malloc_trim
     except (OSError, AttributeError, TypeError):
         return
+    trim(0)
     trim_threshold, mmap_threshold = -1, -3  # malloc.h
     if not mallopt(mmap_threshold, 2**30):
         mallopt(mmap_threshold, 2**25)  # limit of older versions

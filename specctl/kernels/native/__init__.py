@@ -139,6 +139,7 @@ def library_for(kind: str) -> ctypes.CDLL | None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     found.specctl_pack.argtypes = found.specctl_pack_int8.argtypes = [pointer, number, number, pointer]
+    found.specctl_pack_groups.argtypes = [*[pointer] * 3, *[number] * 4, pointer]
     product: list[Any] = [ctypes.POINTER(Weights), pointer, number, number, number, pointer]
     found.specctl_product.argtypes = [*product, number]
     found.specctl_candidates.argtypes = [*product, number, pointer, pointer, number]
@@ -146,7 +147,7 @@ def library_for(kind: str) -> ctypes.CDLL | None:
     found.specctl_argmax.argtypes = found.specctl_finite.argtypes = [pointer, number, number, pointer]
     found.specctl_sample.argtypes = [pointer, number, ctypes.c_float, ctypes.c_double]
     found.specctl_sample.restype = number
-    for name in ("pack", "pack_int8", "product", "candidates", "forward", "argmax", "finite"):
+    for name in ("pack", "pack_int8", "pack_groups", "product", "candidates", "forward", "argmax", "finite"):
         getattr(found, f"specctl_{name}").restype = None
     if not _agrees(found):
         warnings.warn("the CPU step runs on PyTorch: the compiled matrix products differ from PyTorch's", stacklevel=2)
@@ -257,21 +258,16 @@ class GroupedWeights:
         )
         return GroupedWeights(torch.cat([part.codes for part in parts]), scale, low, bits)
 
-    def packed(self) -> Tensor:
+    def packed(self, found: ctypes.CDLL) -> Tensor:
         """The panels that step.cpp reads, as bytes: per panel and group, the scales, the lows and the codes."""
-        rows = -len(self.codes) % LANES
-        codes, *header = (
-            F.pad(part, (0, 0, 0, rows)).unflatten(0, (-1, LANES)) for part in (self.codes, self.scale, self.low)
+        outputs, inputs = self.codes.shape
+        group_bytes = 4 * LANES + self.group * LANES * self.bits // 8
+        panels = torch.zeros(-(-outputs // LANES) * (inputs // self.group) * group_bytes, dtype=torch.uint8)
+        parts = [part.contiguous() for part in (self.codes, self.scale, self.low)]
+        found.specctl_pack_groups(
+            *(part.data_ptr() for part in parts), outputs, inputs, self.group, self.bits, panels.data_ptr()
         )
-        header = [part.transpose(1, 2).half().contiguous().view(torch.uint8) for part in header]  # [panels, groups, 32]
-        codes = codes.unflatten(2, (-1, self.group))  # [panels, 16, groups, group]
-        if self.bits == 4:
-            eight = codes.unflatten(3, (-1, 2, 2, 2))  # of 32 bits, the even inputs take the first two bytes
-            codes = (eight[..., 0, :] | eight[..., 1, :] << 4).transpose(-1, -2).flatten(-2)
-        else:
-            codes = codes.unflatten(3, (-1, 2))
-        codes = codes.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8).flatten(2)
-        return torch.cat([*header, codes], 2).flatten()
+        return panels
 
 
 class NativeProduct:
@@ -289,7 +285,7 @@ class NativeProduct:
         kind, group, scale = BF16, 0, None
         if isinstance(weight, GroupedWeights):
             kind, group = (GROUPS_OF_4 if weight.bits == 4 else GROUPS_OF_8), weight.group
-            (self.outputs, self.inputs), packed = weight.codes.shape, weight.packed()
+            (self.outputs, self.inputs), packed = weight.codes.shape, weight.packed(found)
         else:
             self.outputs, self.inputs = weight.shape
             weight = weight.detach().contiguous()

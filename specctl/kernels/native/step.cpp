@@ -494,6 +494,31 @@ void specctl_pack_int8(const int8_t* w, int64_t outputs, int64_t inputs, int8_t*
   pack(w, outputs, inputs, out);
 }
 
+// Codes [outputs, inputs] with their scales and lows [outputs, inputs / group] in panels. `out` is zero at first.
+void specctl_pack_groups(const int8_t* codes, const float* scale, const float* low, int64_t outputs, int64_t inputs,
+                         int64_t group, int64_t bits, char* out) {
+  const int64_t header = GroupsOf8::HEADER, bytes = header + group * LANES * bits / 8, groups = inputs / group;
+#pragma omp parallel for
+  for (int64_t panel = 0; panel < (outputs + LANES - 1) / LANES; panel++)
+    for (int64_t o = panel * LANES; o < std::min(outputs, (panel + 1) * LANES); o++)
+      for (int64_t g = 0; g < groups; g++) {
+        const int64_t lane = o % LANES;
+        char* at = out + (panel * groups + g) * bytes;
+        const uint16_t halves[] = {_cvtss_sh(scale[o * groups + g], 0), _cvtss_sh(low[o * groups + g], 0)};
+        std::memcpy(at + 2 * lane, halves, 2), std::memcpy(at + header / 2 + 2 * lane, halves + 1, 2);
+        const int8_t* from = codes + o * inputs + g * group;
+        at += header;
+        if (bits == 8)
+          for (int64_t k = 0; k < group; k += 2, at += 2 * LANES) std::memcpy(at + 2 * lane, from + k, 2);
+        else
+          for (int64_t k = 0; k < group; k += 8, at += 4 * LANES)
+            for (int byte = 0; byte < 4; byte++) {
+              const int8_t* first = from + k + byte % 2 * 4 + byte / 2;
+              at[4 * lane + byte] = char(first[0] | first[2] << 4);
+            }
+      }
+}
+
 // y [rows, outputs] = x [rows, inputs] Wᵀ + bias.
 void specctl_product(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, bf16* y,
                      int64_t threads) {
