@@ -20,7 +20,10 @@ from specctl.training import balancing
 from specctl.training.adapters import TARGET_ITSELF, digest_of
 from specctl.training.example import Author, Example
 
-SAMPLE = 64  # prompts kept per domain, from which its features are computed
+SAMPLE = 16
+"""Prompts kept per domain, from which its features are computed. The mean of 64 was no better at telling six domains
+apart (SmolLM2: 0.77 of 120 prompts are nearest to their domain's mean; with 16 prompts 0.80), and takes minutes with a
+larger target on a CPU."""
 HELD_OUT_PROMPT = 32  # first tokens of a held-out document that serve as a prompt
 NO_ADAPTERS: Mapping[Path, Author] = {}
 
