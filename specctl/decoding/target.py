@@ -117,7 +117,12 @@ class Target(TargetText):
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         count = sum(parameter.numel() for parameter in model.parameters())  # tied weights appear once
         self.row_flops = 2 * (count - (0 if head is embedding else embedding.numel()))
-        _check_finite(self.name, model, head)
+        quantized = (stored or {}).get("lm_head.weight")
+        if quantized is not None and quantized.quantized_only:
+            self._head: Tensor | gguf_target.Weight = quantized
+        else:
+            self._head = head.detach()
+        _check_finite(self.name, model, self._head)
         assert stored is None or self.path == "lean"  # the model lacks weights
         own = lean.LeanModel(model, consume, self.part, stored) if self.path == "lean" else None
         if self.whole:
@@ -125,7 +130,6 @@ class Target(TargetText):
         else:
             self.model = LayerlessModel(own or (model if isinstance(model, ModelEnds) else ModelEnds(model)))
         self.device, self.dtype = self.model.device, self.model.dtype
-        self._head = head.detach().to(self.device)
         self.norm_weight = _norm_weight(_final_norm(model))
 
     def use_adapter(self, adapter: str | None) -> None:
@@ -175,12 +179,14 @@ class Target(TargetText):
 
     @cached_property
     def head_weight(self) -> Tensor:
-        """[V, H] the vocabulary head. With tensor parallelism it is gathered on first access, which all ranks must
-        make."""
+        """[V, H] the vocabulary head. If it is quantized, it is dequantized on first access. With tensor parallelism it
+        is gathered on first access, which all ranks must make."""
+        if isinstance(self._head, gguf_target.Weight):
+            return self._head.dequantized()
         if self.part.count == 1:
-            return self._head
+            return self._head.to(self.device)
         with torch.inference_mode(False):  # a normal tensor: some callers train on it
-            return self.part.gather(self._head.T, self.vocab_size).T.contiguous()
+            return self.part.gather(self._head.to(self.device).T, self.vocab_size).T.contiguous()
 
     def pool(self) -> PagePool | None:
         """The page pool for keys and values. All engines of this target share it, and it lives as long as one of them
@@ -266,10 +272,12 @@ def _final_norm(model) -> Any:
     return getattr(getattr(model, "model", None), "norm", None)
 
 
-def _check_finite(name: str, model, head_weight: Tensor) -> None:
-    """Check the final norm and one row of the vocabulary head: if a file was filled with NaN, these are NaN, too."""
+def _check_finite(name: str, model, head_weight: Tensor | gguf_target.Weight) -> None:
+    """Check the final norm and one row of the vocabulary head, unless it is quantized: if a file was filled with NaN,
+    these are NaN, too."""
     norm = getattr(_final_norm(model), "weight", None)
-    for key, weight in (("model.norm.weight", norm), ("lm_head.weight", head_weight[0])):
+    row = head_weight[0] if isinstance(head_weight, Tensor) else None
+    for key, weight in (("model.norm.weight", norm), ("lm_head.weight", row)):
         if weight is not None and not weight.isfinite().all():
             raise CheckpointError(
                 f"target {name}: {key} contains values that are not finite: its weights are damaged",

@@ -133,7 +133,7 @@ def test_weights_stay_quantized_in_the_step_of_a_cpu(directories, tmp_path, monk
     ids = [(37 * i) % 500 + 10 for i in range(40)]
     with torch.no_grad():
         exact = original(torch.tensor([ids])).logits[0, -1]
-    errors, texts, read = {}, [], {}
+    errors, texts, read, heads = {}, [], {}, []
     for switch in ("dequantized", "quantized"):
         monkeypatch.setenv("SPECCTL_GGUF", switch)
         target = load_target(str(tmp_path / "m.gguf"), device="cpu", dtype="bf16")
@@ -141,9 +141,13 @@ def test_weights_stay_quantized_in_the_step_of_a_cpu(directories, tmp_path, monk
         logits = target.prefill([ids], target.new_cache(1, 64))[0]
         errors[switch] = (logits[0].float() - exact).norm().item()
         read[switch] = target.step_bytes
+        held_quantized = isinstance(target._head, gguf_target.Weight)
+        assert held_quantized == (target.model.quantized and not original.config.tie_word_embeddings)
+        heads.append(target.head_weight)
     # The share of bf16's bytes: a block has 32 codes and two fp16 numbers.
     shares = {Kind.Q4_1: 5 / 16, Kind.Q5_0: 9 / 16, Kind.Q8_0: 9 / 16}
     assert read["quantized"] == pytest.approx(shares[kind] * read["dequantized"], rel=0.02)
+    assert torch.equal(*heads)
     assert errors["quantized"] < min(2 * errors["dequantized"], 0.1 * exact.norm().item())
     for drafter in (None, Lookup()):
         options = {"sampling": GREEDY, "max_new_tokens": 24, "seeds": [0], "drafter": drafter}

@@ -315,7 +315,11 @@ class Weight:
     def __getitem__(self, index: Any) -> Tensor:
         if self.quantized_only:
             return torch.full((), torch.nan, dtype=self.dtype).expand(self.shape)[index]
-        return self._place.ordered(dequantised(self.stored, self.dtype))[index]
+        return self.dequantized()[index]
+
+    def dequantized(self) -> Tensor:
+        """The whole parameter."""
+        return self._place.ordered(dequantised(self.stored, self.dtype))
 
     def quantized(self) -> GroupedWeights | None:
         """The weights in the file's quantization, or None if the C++ step cannot read it."""
@@ -340,13 +344,17 @@ def weights(name: str, dtype: torch.dtype) -> dict[str, Weight]:
 
 
 def quantized_weights(name: str, dtype: torch.dtype) -> dict[str, Weight] | None:
-    """`weights` with the matrices of the layers `quantized_only`, or None if the C++ step cannot read all of them."""
+    """`weights` with the matrices of the layers `quantized_only`, or None if the C++ step cannot read all of them. A
+    vocabulary head that it can read is `quantized_only`, too, unless it is the embedding."""
     from specctl.decoding.models import gguf_blocks
 
     found = weights(name, dtype)
     matrices = [one for key, one in found.items() if key.startswith("model.layers.") and len(one.shape) == 2]
     if not all(gguf_blocks.readable(one.stored) for one in matrices):
         return None
+    head = found.get("lm_head.weight")
+    if head is not None and gguf_blocks.readable(head.stored):
+        matrices.append(head)
     for one in matrices:
         one.quantized_only = True
     return found
