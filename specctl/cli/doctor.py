@@ -290,12 +290,12 @@ def _in_words(about: Description) -> dict[str, Any]:
     if about.trained_context:
         context = f"{context:,} of {about.trained_context:,}: beyond that, {', '.join(about.rope)} changes frequencies"
     heads, kv_heads, head_dim = (n or "(layers differ)" for n in (about.heads, about.kv_heads, about.head_dim))
-    stored = about.checkpoint_dtype
+    form = ", quantized as in the file" if about.quantized else f" in {about.dtype}, as --dtype auto selects"
     return {
         "architecture": about.architecture,
         "runs by": f"{step_name(about.path)}: {about.why}",
-        "parameters": f"{about.parameters:,}: {about.bytes / 1e9:,.2f} GB in {about.dtype}, as --dtype auto selects",
-        "checkpoint in": f"{stored}; layers stay quantized, which takes less memory" if about.quantized else stored,
+        "parameters": f"{about.parameters:,}: {about.bytes / 1e9:,.2f} GB{form}",
+        "checkpoint in": about.checkpoint_dtype,
         "layers": f"{about.layers}, of hidden size {about.hidden_size:,}",
         "heads": f"{heads} of dimension {head_dim}, {kv_heads} KV heads",
         "vocabulary": f"{about.vocab_size:,}, {'head tied to the embedding' if about.tied_head else 'separate head'}",

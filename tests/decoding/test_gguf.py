@@ -144,6 +144,13 @@ def test_weights_stay_quantized_in_the_step_of_a_cpu(directories, tmp_path, monk
         held_quantized = isinstance(target._head, gguf_target.Weight)
         assert held_quantized == (target.model.quantized and not original.config.tie_word_embeddings)
         heads.append(target.head_weight)
+        if switch == "quantized":
+            packed = sum(product.native.nbytes for product in target.model.products[1:])  # without the head
+            if isinstance(target._head, gguf_target.Weight):
+                packed += target.model.head.native.nbytes
+            stored = gguf_target.quantized_weights(str(tmp_path / "m.gguf"), torch.bfloat16)
+            size = sum(weight.nbytes for weight in stored.values())
+            assert size == pytest.approx(packed + target.model.embedding.nbytes, rel=0.02)
     # The share of bf16's bytes: a block has 32 codes and two fp16 numbers.
     shares = {Kind.Q4_1: 5 / 16, Kind.Q5_0: 9 / 16, Kind.Q8_0: 9 / 16}
     assert read["quantized"] == pytest.approx(shares[kind] * read["dequantized"], rel=0.02)

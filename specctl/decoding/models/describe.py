@@ -24,7 +24,8 @@ class Description:
 
     Attributes:
         path, why: "lean", "transformers", or "engine" if only an engine can run it, and the reason for it.
-        dtype: choice of `--dtype auto` on this machine; bytes: size of all parameters in this dtype.
+        dtype: choice of `--dtype auto` on this machine; bytes: size of all parameters in memory, in this dtype or
+            quantized. A head that is tied to the embedding takes further memory if it is packed for the CPU.
         checkpoint_dtype: dtype of the stored weights, if the configuration names it; for a GGUF file its quantizations.
         quantized: whether the layers of a GGUF file stay quantized on this machine.
         kv_heads, head_dim: as configured, or None if layers differ.
@@ -88,6 +89,10 @@ def describe(name: str, label: str | None = None) -> Description:
     device = pick_device("auto")
     dtype = lean.pick_target_dtype("auto", device, config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    size = parameters * dtype.itemsize
+    quantized = lean.stored_weights(name, config, device, dtype) if path == "lean" else None
+    if quantized is not None:
+        size = sum(weight.nbytes for weight in quantized.values())
     heads = _value_of_all_layers(text, "num_attention_heads", None)
     try:
         tokenizer = load_tokenizer(name)
@@ -104,9 +109,9 @@ def describe(name: str, label: str | None = None) -> Description:
         why=why,
         dtype=next(short for short, kind in DTYPES.items() if kind == dtype),
         parameters=parameters,
-        bytes=parameters * dtype.itemsize,
+        bytes=size,
         checkpoint_dtype=None if stored is None else str(stored).removeprefix("torch."),
-        quantized=path == "lean" and lean.stored_weights(name, config, device, dtype) is not None,
+        quantized=quantized is not None,
         layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         heads=heads,

@@ -104,6 +104,14 @@ def readable(stored: StoredTensor) -> bool:
     return stored.kind in KINDS and len(stored.shape) == 2
 
 
+def bytes_per_weight(stored: StoredTensor) -> float:
+    """Bytes of memory per weight of a `readable` matrix: its code, and a share of two fp16 numbers per group."""
+    bits, parse = KINDS[GGMLQuantizationType(stored.kind)]
+    values, width = GGML_QUANT_SIZES[GGMLQuantizationType(stored.kind)]
+    groups = parse(np.zeros((1, width), np.uint8))[1].shape[1]
+    return bits / 8 + 4 * groups / values
+
+
 def read(stored: StoredTensor) -> GroupedWeights:
     """Read a matrix without dequantizing it."""
     kind = GGMLQuantizationType(stored.kind)

@@ -312,6 +312,15 @@ class Weight:
     def get_shape(self) -> list[int]:
         return list(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the parameter takes in memory, once it is read."""
+        from specctl.decoding.models import gguf_blocks
+
+        if not self.quantized_only:
+            return self.shape.numel() * self.dtype.itemsize
+        return int(self.shape.numel() * gguf_blocks.bytes_per_weight(self.stored))
+
     def __getitem__(self, index: Any) -> Tensor:
         if self.quantized_only:
             return torch.full((), torch.nan, dtype=self.dtype).expand(self.shape)[index]
