@@ -80,7 +80,7 @@ class Schedule:
         """
         done = min(1.0, max(step / self.steps, seconds / self.seconds))
         if done < self.warmup:
-            return max(done, 1 / self.steps) / self.warmup
+            return min(1.0, max(done, 1 / self.steps) / self.warmup)
         left = 1 - (done - self.warmup) / max(1 - self.warmup, 1e-9)
         share = {"cosine": 0.5 - 0.5 * math.cos(math.pi * left), "linear": left, "constant": 1.0}[self.shape]
         return self.floor + (1 - self.floor) * share

@@ -24,6 +24,14 @@ def test_warmup_peak_and_end_of_each_shape(shape, half):
     assert s.ended(100, 0) and not s.ended(99, 0)
 
 
+@pytest.mark.parametrize("steps", [1, 3, 10, 60])
+def test_a_short_run_never_exceeds_its_peak(steps):
+    """With 10 steps and a warm-up of 1.5 %, the first step once had 6.7 times the peak."""
+    short = Schedule(steps, seconds=math.inf, peak=1.0, floor=0.0, warmup=0.015, shape="cosine")
+    assert short.rate(0, 0.0) == 1.0
+    assert all(short.rate(step, 0.0) <= 1.0 for step in range(steps + 1))
+
+
 def test_a_time_limit_ends_the_schedule_early():
     s = schedule(seconds=60.0)
     assert s.rate(20, 60.0) == pytest.approx(0.1)
