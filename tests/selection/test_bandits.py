@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from specctl.errors import UsageError
-from specctl.recipe.select import PolicyRecipe
+from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.selection.game.game import Game
+from specctl.selection.game.rewards import Outcome
+from specctl.selection.game.rules import rules_for
 from specctl.selection.policies.bandits import ucb_radius, ucbspec_radius
 from specctl.selection.policies.exponential import importance_weighted
 from specctl.selection.policies.halving import ExploreThenCommit, SequentialHalving, halvings, survivors
@@ -85,6 +88,22 @@ def test_importance_weighting_is_unbiased():
     p, values = [0.5, 0.3, 0.2], [0.9, 0.1, 0.4]
     mean = sum(p[arm] * np.array(importance_weighted(arm, values[arm], p)) for arm in range(3))
     assert mean == pytest.approx(values)
+
+
+@pytest.mark.parametrize("name", ["exp3spec", "metasd-exp3"])
+def test_a_late_reward_counts_with_the_probability_of_its_draw(name):
+    """On a device, a round is chosen before the reward of the round before arrives. Its reward was once divided by the
+    probability after that reward, so that the estimated losses of rarely played arms were up to a tenth too large."""
+    arms = Arms(3, 4, seed=1)
+    policy = build(name, arms, PolicyRecipe())
+    game = Game(policy, rules_for(name, GameRecipe(reward="tokens"), 4), arms)
+    chosen = [game.choose(), game.choose()]
+    game.round_finished(chosen[0], Outcome(3, 2))
+    first = list(policy.Z if name == "exp3spec" else policy.log_w)
+    game.round_finished(chosen[1], Outcome(3, 2))
+    second = np.array(policy.Z if name == "exp3spec" else policy.log_w) - first
+    told = (4 + 1 - 3) / 4 if name == "exp3spec" else policy._mix / 3 * (3 - 1) / 4
+    assert second == pytest.approx(importance_weighted(chosen[1], told, [1 / 3] * 3))
 
 
 def rounds_of(policy, means, rounds):

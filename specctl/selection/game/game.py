@@ -161,6 +161,7 @@ class Game:
             entry.reward = unit if self.policy.scale == "unit" else 1 + self.rules.depth * unit
             if isinstance(self.policy, ContextualUcb):
                 self.policy.excess_cost = self._dear()
+            self.policy.drawn_from = entry.weights  # on a device, a reward comes after the next choice
             self.policy.reward(arm, entry.reward)
         entry.decide_us += (perf_counter_ns() - began) / 1000
         return entry

@@ -40,7 +40,7 @@ class Exp3Spec(Policy):
 
     def reward(self, arm: int, reward: float) -> None:
         loss = (self.arms.depth + 1 - reward) / self.arms.depth
-        self.Z = list(map(add, self.Z, importance_weighted(arm, loss, self.weights())))
+        self.Z = list(map(add, self.Z, importance_weighted(arm, loss, self.drawn_from or self.weights())))
         self.t += 1
         self._changed()
 
@@ -61,7 +61,7 @@ class MetaExp3(Policy):
 
     def reward(self, arm: int, reward: float) -> None:
         gain = self._mix / self.arms.count * reward
-        self.log_w = list(map(add, self.log_w, importance_weighted(arm, gain, self.weights())))
+        self.log_w = list(map(add, self.log_w, importance_weighted(arm, gain, self.drawn_from or self.weights())))
         self._changed()
 
     def _weigh(self) -> Numbers:

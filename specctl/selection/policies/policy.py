@@ -53,6 +53,8 @@ class Policy(ABC):
 
     learns: ClassVar[Learns] = "nothing"
     scale: ClassVar[Scale] = "unit"
+    # [N] probabilities from which the arm of the next reward was drawn; None = `weights`, which have not changed since.
+    drawn_from: Numbers | None = None
 
     def __init__(self, arms: Arms, play: Play):
         self.arms = arms
