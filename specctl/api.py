@@ -33,9 +33,8 @@ from specctl.recipe import (
     TrainRecipe,
     WriterRecipe,
     aliases,
-    command_for,
 )
-from specctl.recipe.resolve import Setting, resolve
+from specctl.recipe.resolve import Setting, command_for, resolve
 from specctl.reporting.plots import write_matrix
 from specctl.runs import Run, path_in_errors
 from specctl.subcommands import SUBCOMMANDS, TODAY

@@ -15,8 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from specctl import processes
-from specctl.errors import Interrupted
-from specctl.redaction import redacted
+from specctl.errors import Interrupted, redacted
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress

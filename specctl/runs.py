@@ -29,8 +29,7 @@ from typing import Any
 import yaml
 
 from specctl import lock, progress, regular_files, threads
-from specctl.errors import SpecctlError, UsageError
-from specctl.redaction import redacted, without_passwords
+from specctl.errors import SpecctlError, UsageError, redacted, without_passwords
 from specctl.subcommands import SUBCOMMANDS
 
 SCHEMA_VERSION = 1

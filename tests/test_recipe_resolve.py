@@ -25,11 +25,10 @@ from specctl.recipe import (
     ServerRecipe,
     TrainRecipe,
     aliases,
-    command_for,
     yaml_file,
 )
 from specctl.recipe import resolve as resolve_module
-from specctl.recipe.resolve import Setting, command_of, resolve
+from specctl.recipe.resolve import Setting, command_for, command_of, resolve
 from specctl.subcommands import SUBCOMMANDS
 
 

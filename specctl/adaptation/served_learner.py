@@ -18,9 +18,8 @@ from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance, fell
 from specctl.drafters import checkpoint
 from specctl.engines.records import DraftCounters, EngineError
-from specctl.errors import SpecctlError
+from specctl.errors import SpecctlError, redacted
 from specctl.recipe import LearnFromServerRecipe
-from specctl.redaction import redacted
 from specctl.training.example import Example
 
 GIVE_UP = 5  # chunks in a row with an update that did harm, here or in the engine

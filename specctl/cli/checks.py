@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from specctl import lock, progress
 from specctl.cli.output import cell, output
-from specctl.errors import CheckpointError, SpecctlError, UsageError, near_path
+from specctl.errors import CheckpointError, SpecctlError, UsageError, near_path, redacted
 from specctl.families import TEXT_DRAFTERS, WEIGHTLESS_DRAFTERS
-from specctl.redaction import redacted
 
 if TYPE_CHECKING:
     from specctl.recipe import CommandRecipe, DataRecipe, DraftingRecipe, TargetRecipe

@@ -123,8 +123,8 @@ def recipe_command(
 
     def register(function: Callable[[Any, bool], None]) -> Callable[[Any, bool], None]:
         def run(operands: list[str] | None, recipe: str | None, dry_run: bool, **given: Any) -> None:
-            resolved = _resolve(name, recipe, operands or [], given, operand.key if operand else None)
-            RECIPE_COMMANDS[_command_for(resolved)](resolved, dry_run)  # another command for an earlier spelling
+            today, resolved = _resolve(name, recipe, operands or [], given, operand.key if operand else None)
+            RECIPE_COMMANDS[today](resolved, dry_run)
 
         run.__doc__ = function.__doc__
         RECIPE_COMMANDS[name] = function
@@ -203,21 +203,17 @@ def library_output() -> Iterator[None]:
 
 def _resolve(
     name: str, recipe: str | None, operands: list[str], given: dict[str, Any], operand: str | None
-) -> CommandRecipe:
-    from specctl.recipe.resolve import Setting, resolve
+) -> tuple[str, CommandRecipe]:
+    """Return the resolved recipe and its command, which is another one than `name` for an earlier spelling."""
+    from specctl.recipe.resolve import Setting, command_for, resolve
 
     overrides = [text for text in operands if OVERRIDE.fullmatch(text)]
     plain = [text for text in operands if not OVERRIDE.fullmatch(text)]
     if len(plain) > (operand is not None):
         raise UsageError(f"unexpected argument {plain[-1]!r}", hint="write overrides as key.sub=value")
     flags = [Setting((operand,), text, operand.upper()) for text in plain if operand]
-    return resolve(name, recipe, overrides, flags + options.settings(given, name))
-
-
-def _command_for(recipe: CommandRecipe) -> str:
-    from specctl.recipe import command_for
-
-    return command_for(recipe)
+    resolved = resolve(name, recipe, overrides, flags + options.settings(given, name))
+    return command_for(resolved), resolved
 
 
 def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from specctl.errors import SpecctlError, brief
+from specctl.errors import SpecctlError, brief, redacted
 from specctl.progress import interrupts
-from specctl.redaction import redacted
 from specctl.subcommands import SUBCOMMANDS
 
 ENDPOINT = "HF_ENDPOINT"  # environment variable with the address for huggingface_hub

@@ -14,8 +14,7 @@ from specctl import __version__, progress
 from specctl.cli.command import Json, Quiet, Verbose, app
 from specctl.cli.failures import explain
 from specctl.cli.output import output
-from specctl.errors import ReaderGone, SpecctlError, UsageError
-from specctl.redaction import redacted
+from specctl.errors import ReaderGone, SpecctlError, UsageError, redacted
 from specctl.subcommands import SUBCOMMANDS, TODAY
 
 for row in SUBCOMMANDS.values():

@@ -57,8 +57,7 @@ def cp(name: Name, to: Annotated[Path, typer.Argument(help="The file to write, o
 @command("validate", group=GROUP)
 def validate(name: Name) -> None:
     """Check a recipe, and report all its problems at once, with file and line."""
-    from specctl.recipe import command_for
-    from specctl.recipe.resolve import command_of, resolve
+    from specctl.recipe.resolve import command_for, command_of, resolve
 
     command_name = command_for(resolve(command_of(name), name, environ={}))
     document = {"recipe": name, "command": command_name, "valid": True}

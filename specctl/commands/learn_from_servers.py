@@ -19,7 +19,7 @@ from specctl.distillation import logs
 from specctl.distillation.rejections import Rejections
 from specctl.drafters import names
 from specctl.engines.client import Client
-from specctl.errors import Interrupted, SpecctlError
+from specctl.errors import Interrupted, SpecctlError, redacted
 from specctl.gateway import proxy_process
 from specctl.gateway.faults import where
 from specctl.gateway.metrics import LearningCounts
@@ -27,7 +27,6 @@ from specctl.gateway.proxy_process import ProxyOptions
 from specctl.measuring.resumable_run import REJECTED
 from specctl.recipe import LearnFromServerRecipe
 from specctl.recipe.server import ServerRecipe
-from specctl.redaction import redacted
 from specctl.runs import Run
 
 LEARNT_POOL = "drafters"

@@ -19,9 +19,8 @@ from specctl.distillation import shards, store
 from specctl.distillation.rejections import Rejections
 from specctl.distillation.responses import LOOP, decisions
 from specctl.distillation.select_prompts import LeftOut
-from specctl.errors import DataError
+from specctl.errors import DataError, redacted
 from specctl.recipe import DistillRecipe
-from specctl.redaction import redacted
 from specctl.runs import atomic_write
 
 CARD = "card.json"

@@ -8,8 +8,7 @@ import httpx
 
 from specctl import regular_files
 from specctl.engines.records import MalformedResponse
-from specctl.errors import brief
-from specctl.redaction import redacted
+from specctl.errors import brief, redacted
 
 
 def parse_json(response: httpx.Response) -> Any:

@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response
 from specctl import progress
 from specctl.engines import proxy_messages
 from specctl.engines.proxy_messages import ServerChoice, TextCounts
+from specctl.errors import redacted
 from specctl.gateway.app import TEXT_PATHS, make_app
 from specctl.gateway.engine_http import EngineHttp, NotConnected, passed_on
 from specctl.gateway.faults import where
@@ -34,7 +35,6 @@ from specctl.gateway.metrics import GatewayWork, Meter
 from specctl.gateway.openai_errors import ApiError
 from specctl.gateway.sse import EventResponse, event
 from specctl.recipe.serve import LimitsRecipe
-from specctl.redaction import redacted
 from specctl.selection.certificate import Certificate
 
 if TYPE_CHECKING:

@@ -50,8 +50,3 @@ RECIPES: dict[str, type[CommandRecipe]] = {
     name: pkgutil.resolve_name(f"specctl.{row.recipe}") for name, row in SUBCOMMANDS.items() if row.recipe is not None
 }
 """Recipe model of each command, with all keys of the command."""
-
-
-def command_for(recipe: CommandRecipe) -> str:
-    """Return the command that a resolved recipe is for."""
-    return next(name for name, model in RECIPES.items() if type(recipe) is model)

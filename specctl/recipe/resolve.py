@@ -92,6 +92,11 @@ def resolve(
     return resolved
 
 
+def command_for(recipe: CommandRecipe) -> str:
+    """Return the command that a resolved recipe is for."""
+    return next(name for name, model in RECIPES.items() if type(recipe) is model)
+
+
 def _of_route(settings: list[Setting], *, stored: bool = False) -> list[Setting]:
     """Return settings of the former command `route` under the names of `serve`. Of stored settings, which may be for
     several commands, only keys that `route` had remain."""

@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
-from specctl.redaction import redacted
+from specctl.errors import redacted
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 

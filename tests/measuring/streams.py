@@ -24,8 +24,8 @@ from specctl.recipe import (
     SamplingRecipe,
     TargetRecipe,
     TrainRecipe,
-    command_for,
 )
+from specctl.recipe.resolve import command_for
 from specctl.runs import Run
 from tests.toys import mtp
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specctl.redaction import redacted
+from specctl.errors import redacted
 
 
 @pytest.mark.parametrize(
