@@ -168,7 +168,7 @@ TEXT_DRAFTERS = {
 STREAM_RETRIEVAL = "retrieval"
 """Name of the text drafter that, in `online` and `select`, also retrieves from all earlier texts of the stream."""
 WEIGHTLESS_DRAFTERS = {
-    "none": "specctl.decoding.plain:make_drafter",
+    "none": "specctl.decoding.controllers:make_drafter",
     **TEXT_DRAFTERS,
     "lookahead": "specctl.drafters.text.lookahead:make_drafter",  # no part of a hybrid: its window needs its own rows
 }

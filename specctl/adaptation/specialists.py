@@ -30,8 +30,7 @@ from specctl.drafters.feature.layer import select_taps
 from specctl.drafters.names import labels, place_of
 from specctl.families import online_families
 from specctl.recipe import OnlineRecipe
-from specctl.selection.arm import Arm
-from specctl.selection.arms import PLAIN, plain_arm
+from specctl.selection.arms import PLAIN, Arm, plain_arm
 from specctl.selection.assembly import Decoding, make_selector, plain_step, plays_for_seconds
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.game.rules import overridden_options

@@ -251,7 +251,7 @@ def weights(directory: Path) -> Finding:
     from safetensors import SafetensorError, safe_open
 
     from specctl.decoding.models.loading import load_config
-    from specctl.decoding.models.tensors import check_headers, weight_files
+    from specctl.decoding.models.supported import check_headers, weight_files
 
     file = directory / "model.safetensors.index.json"
     try:

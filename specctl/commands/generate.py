@@ -5,8 +5,7 @@ from typing import Any
 
 from specctl.decoding import metrics
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine, EngineOptions
-from specctl.decoding.offline import decode
+from specctl.decoding.engine import Engine, EngineOptions, decode
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded, Request, RoundResult
 from specctl.decoding.sampling import Sampling
@@ -83,8 +82,10 @@ def generate(
         run.annotate(target=target.identity)
     if drafter is None and recipe.drafter:
         drafter = pool.load_drafter(recipe.drafter, target, recipe.drafting)
-    own = "" if drafter is None else type(unweighed(drafter)).__name__.lower()
-    name = names.name_of(recipe.drafter) if recipe.drafter else own
+    if recipe.drafter:
+        name = names.name_of(recipe.drafter)
+    else:
+        name = "" if drafter is None else type(unweighed(drafter)).__name__.lower()
     messages = [{"role": "user", "content": recipe.prompt}]
     ids = target.render(messages, **recipe.target.chat_template_kwargs)
     plain = _decode(target, recipe, ids, None)

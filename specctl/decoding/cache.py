@@ -5,11 +5,16 @@ so a rollback costs nothing: the next step overwrites the rows past the committe
 
 A batch that shrinks moves to the front of the memory that it has, and may grow again in it. So CUDA graphs made for one
 batch size stay valid when the batch has that size again.
+
+A drafter's cache may leave out slots of the text: `CatchUp` says which.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,7 +38,7 @@ class KVCache:
 
     The two lie side by side because a layer's projection yields them so: one copy stores both. `rope` is the model's
     rotary table for these positions. A graph over this cache keeps reading that table, even if the model has made a
-    longer one since. `skipped` are the slots that each sequence leaves out (catch_up.py); `Plan.without_slots` masks
+    longer one since. `skipped` are the slots that each sequence leaves out (`CatchUp`); `Plan.without_slots` masks
     them. `memory` has room for B or more sequences, and `store` is its first part.
     """
 
@@ -173,3 +178,52 @@ class KVCache:
     def mark_written(self, starts: list[int]) -> None:
         """Mark the slots from `starts` on to the end of each sequence as written, or about to be."""
         self.skipped = [range(s.start, min(s.stop, start)) for s, start in zip(self.skipped, starts, strict=True)]
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """Catch-up policy for a drafter that misses more than `window` positions. It computes keys and values of the first
+    `sink` and the last `window` positions only and never sees the others. This is the `streaming` strategy of MetaSD
+    (Kim et al. 2024, F.11) with the sinks of StreamingLLM (Xiao et al. 2023). Slots and rotary positions still follow
+    the positions in the text."""
+
+    sink: int
+    window: int
+
+    def first(self, cached: int, end: int) -> int:
+        """First slot of `cached` .. end − 1 to read, sinks aside."""
+        first = end - self.window
+        return first if first > max(cached, self.sink) else cached
+
+    def count(self, cached: int, end: int) -> int:
+        """Number of slots in `cached` .. end − 1 that are read, sinks included."""
+        first = self.first(cached, end)
+        return end - first + (max(self.sink - cached, 0) if first > cached else 0)
+
+    def skip(
+        self, cache: KVCache, cached: list[int], ends: list[int], read: Callable[[int, range], object]
+    ) -> list[int]:
+        """Skip the slots between sink and window in every sequence that misses too much.
+
+        `read(b, slots)` is called for sink slots that are not cached yet. Returns, for each sequence, the first slot
+        still to be read.
+        """
+        found = []
+        for b, (start, end) in enumerate(zip(cached, ends, strict=True)):
+            first = self.first(start, end)
+            if first > start:
+                if start < self.sink:
+                    read(b, range(start, self.sink))
+                cache.skipped[b] = range(self.sink, first)
+            found.append(first)
+        return found
+
+    def slots_to_reread(self, cache: KVCache, asked: list[int], ends: list[int]) -> int:
+        """Number of trailing slots to read again so that every sequence has its slots from `asked` on, and a window
+        before them; 0 if none of these slots was skipped."""
+        places = zip(cache.skipped, asked, ends, strict=True)
+        missing = [end - max(first, 0) for skipped, first, end in places if skipped and first < min(skipped.stop, end)]
+        return min(max(missing) + self.window, max(ends)) if missing else 0
+
+
+RECOMPUTE = CatchUp(0, sys.maxsize)

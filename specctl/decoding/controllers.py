@@ -1,4 +1,4 @@
-"""Generic controllers and proposers: one drafter for all sequences, or a separate one per sequence."""
+"""Generic controllers and proposers: no drafter, one drafter for all sequences, or a separate one per sequence."""
 
 from __future__ import annotations
 
@@ -6,10 +6,43 @@ from collections.abc import Sequence
 
 import torch
 
-from specctl.decoding.plain import PLAIN
-from specctl.decoding.protocols import Controller, Drafter, Proposer
-from specctl.decoding.records import PADDING, DraftTree, RoundResult
+from specctl.decoding.device.device_batch import DeviceBatch
+from specctl.decoding.protocols import Controller, DeviceDraft, Drafter, Proposer
+from specctl.decoding.records import PADDING, DraftTree, RoundResult, Score, empty_draft
 from specctl.decoding.state import DecodeState
+from specctl.recipe import DraftingRecipe
+
+
+class NoDraft(Drafter):
+    """Plain decoding: the empty draft."""
+
+    fixed_shape = True
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        return empty_draft(state.batch, state.device)
+
+    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
+        """Scores without any proposal."""
+        return [Score(span, tokens=torch.empty(1, len(span), 0, dtype=torch.long)) for span in spans]
+
+    def on_device(self, state: DecodeState, budget: int) -> DeviceDraft:
+        return PlainRounds()
+
+
+class PlainRounds(DeviceDraft):
+    """Plain decoding in rounds on the device."""
+
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
+        nothing = sequences.ids[:, :0]
+        return DraftTree(nothing, nothing)
+
+
+PLAIN = NoDraft()
+
+
+def make_drafter(drafting: DraftingRecipe) -> NoDraft:
+    """The drafter `none`."""
+    return NoDraft()
 
 
 class Fixed(Controller):

@@ -1,15 +1,18 @@
-"""Decoding engine: requests that come and go, decoded as one batch. Every command that decodes runs this loop."""
+"""Decoding engine: requests that come and go, decoded as one batch. Every command that decodes runs this loop.
+
+`decode` and `stream` decode a given list of requests.
+"""
 
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
 import torch
 
-from specctl import processes
-from specctl.decoding.catch_up import RECOMPUTE, CatchUp
+from specctl import processes, progress, threads
+from specctl.decoding.cache import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.device import graphs
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
@@ -17,10 +20,10 @@ from specctl.decoding.host_runner import HostRunner, prefill
 from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.protocols import Controller, OnPrefill, OnRound, Proposer
 from specctl.decoding.records import Decoded, Event, Request, RoundResult, Sequence
-from specctl.decoding.row_budget import MAX_NODES, budget_for
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import Stopwatch
+from specctl.decoding.verify import MAX_NODES, budget_for
 from specctl.errors import DataError, UsageError
 
 EXACT_ROWS = 8  # rows of every step in exact mode: as cheap as one row in bf16 on a CPU
@@ -274,8 +277,8 @@ class Engine:
 
     @property
     def _shares(self) -> bool:
-        """Whether sequences share the pages of common prefixes. They cannot if features are kept: the prefill must
-        compute those for every sequence."""
+        """Whether sequences share the pages of common prefixes. They cannot if features are kept: the prefill computes
+        the features of every sequence."""
         return self.state.pool is not None and not self.state.taps and self.options.prefixes is None
 
     def _count_fitting(self, count: int) -> int:
@@ -345,3 +348,40 @@ class Engine:
     def _decoded(self, text: Sequence) -> Decoded:
         state, clock = self.state, self.clock
         return text.decoded(clock.prefill_s, clock.decode_s, state.replays, state.ahead, state.rounds)
+
+
+def decode(engine: Engine, requests: list[Request], *, stoppable: bool = True) -> list[Decoded]:
+    """Decode all requests and return the texts in order. Each text has the seconds of the whole call. Raises the errors
+    of `stream`."""
+    together = min(engine.options.slots or len(requests), len(requests))
+    with threads.step_threads(engine.target.row_flops * together):
+        decoded = list(stream(engine, requests, stoppable=stoppable))
+    prefill_s, decode_s = decoded[-1].prefill_s, decoded[-1].decode_s
+    whole = [replace(text, prefill_s=prefill_s, decode_s=decode_s) for text in decoded]
+    return sorted(whole, key=lambda text: text.index)
+
+
+def stream(engine: Engine, requests: list[Request], *, stoppable: bool = True) -> Iterator[Decoded]:
+    """Decode requests with an engine that is idle, and yield each text when it is finished. `Decoded.index` is the
+    place of its request. The first failure ends the call.
+
+    Raises:
+        DataError: see `Engine.add`.
+        Interrupted: a signal arrived, and the call is `stoppable`. A text can take minutes.
+        CheckpointError: the target's logits are not finite.
+    """
+    places: dict[int, int] = {}
+    try:
+        for place, request in enumerate(requests):
+            places[engine.add(request)] = place
+        while engine.busy:
+            if stoppable:
+                progress.interrupts.check()
+            for event in engine.step():
+                if event.error is not None:
+                    raise event.error
+                if event.ended is not None:
+                    yield replace(event.ended, index=places[event.id])
+    finally:
+        if engine.busy:
+            engine.abandon()

@@ -10,11 +10,10 @@ from specctl.decoding.controllers import PerSequence
 from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.protocols import Proposer, ReadsVerdicts
 from specctl.decoding.records import RoundResult
-from specctl.decoding.row_budget import budget_for, node_budget
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import work_clock
-from specctl.decoding.verify import nonfinite_rows, verify
+from specctl.decoding.verify import budget_for, node_budget, nonfinite_rows, verify
 
 
 def prefill(target: Target, state: DecodeState, slots: list[int], share: bool, prefixes: Prefixes | None) -> Tensor:

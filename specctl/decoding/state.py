@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from specctl.decoding.cache import KVCache, select_rows
-from specctl.decoding.catch_up import RECOMPUTE, CatchUp
+from specctl.decoding.cache import RECOMPUTE, CatchUp, KVCache, select_rows
 from specctl.decoding.pages import page_names
 from specctl.decoding.records import Counts, Request, Sequence, Verdict
 from specctl.decoding.sampling import Draws

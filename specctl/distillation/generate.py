@@ -15,8 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specctl import processes, progress
-from specctl.decoding.engine import Engine, EngineOptions
-from specctl.decoding.offline import stream
+from specctl.decoding.engine import Engine, EngineOptions, stream
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target

@@ -5,7 +5,7 @@ from contextlib import suppress
 from functools import partial
 
 from specctl import progress
-from specctl.decoding.plain import PLAIN
+from specctl.decoding.controllers import PLAIN
 from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.protocols import Controller, Drafter, Proposer
 from specctl.decoding.records import Label, RoundResult, Sequence
@@ -13,8 +13,7 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.gateway.faults import where
 from specctl.recipe.serve import ServeRecipe
-from specctl.selection.arm import Arm
-from specctl.selection.arms import plain_arm
+from specctl.selection.arms import Arm, plain_arm
 from specctl.selection.assembly import Decoding, make_selector, plain_step, plays_for_seconds
 from specctl.selection.controller import RoundLine, Selector, Tally
 from specctl.selection.policies import registry

@@ -18,10 +18,9 @@ from specctl.adaptation.stream import EncodedPrompt
 from specctl.adaptation.stream_learner import Lesson, StreamLearner
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding import metrics
-from specctl.decoding.controllers import Fixed
+from specctl.decoding.controllers import PLAIN, Fixed
 from specctl.decoding.device import rounds as device_rounds
 from specctl.decoding.engine import Engine, EngineOptions
-from specctl.decoding.plain import PLAIN
 from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target

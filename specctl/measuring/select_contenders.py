@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import IO, Protocol
 
-from specctl.decoding.catch_up import RECOMPUTE, CatchUp
+from specctl.decoding.cache import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.device import rounds as device_rounds
 from specctl.decoding.engine import Engine, EngineOptions
@@ -38,8 +38,7 @@ from specctl.measuring.contenders import (
 from specctl.measuring.policy_rows import ArmReward, PolicyRow, StreamAnswers
 from specctl.measuring.records import Record
 from specctl.recipe import PoolRecipe, SelectRecipe
-from specctl.selection.arm import Arm, DraftAll
-from specctl.selection.arms import make_arms, plain_arm
+from specctl.selection.arms import Arm, DraftAll, make_arms, plain_arm
 from specctl.selection.assembly import Decoding, make_batch_selector, make_selector, plain_step, plays_for_seconds
 from specctl.selection.batched import BatchSelector
 from specctl.selection.companion import Companion

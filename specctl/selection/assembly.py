@@ -13,8 +13,7 @@ from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.recipe import GameRecipe
-from specctl.selection.arm import Arm, prompt_taps
-from specctl.selection.arms import longest_draft
+from specctl.selection.arms import Arm, longest_draft, prompt_taps
 from specctl.selection.batched import BatchSelector
 from specctl.selection.controller import PolicyInputs, RoundLine, Selector
 from specctl.selection.feedback import Scorer

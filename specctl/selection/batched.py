@@ -13,7 +13,7 @@ from specctl.decoding.protocols import Controller, Proposer
 from specctl.decoding.records import Counts, Label, RoundResult
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
-from specctl.selection.arm import Arm, taps_of
+from specctl.selection.arms import Arm, taps_of
 from specctl.selection.controller import RoundLine, Tally
 from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome

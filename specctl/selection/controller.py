@@ -17,7 +17,7 @@ from specctl.decoding.records import Counts, Label, RoundResult
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
 from specctl.drafters.feature.layer import select_taps
-from specctl.selection.arm import Arm, TimedDraft, taps_of
+from specctl.selection.arms import Arm, TimedDraft, taps_of
 from specctl.selection.divergence import overlap
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import DraftTree, first_chain, topology
-from specctl.decoding.row_budget import MAX_NODES
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
+from specctl.decoding.verify import MAX_NODES
 from specctl.selection.policies.policy import Array
 
 

@@ -32,6 +32,7 @@ from specctl.runs import Run, make_dir, remove_leftovers
 from specctl.training import checkpoint
 from specctl.training.adapters import use_all, with_adapters
 from specctl.training.balancing import Batch, balanced_rows, batches, drop_seen, rebalance, texts_by_rank
+from specctl.training.checkpoint import RunState, check_same
 from specctl.training.data import Corpus, load_corpus
 from specctl.training.datastore import collect
 from specctl.training.engine import make_engine, set_learning_rate, start_processes, weights
@@ -49,7 +50,6 @@ from specctl.training.outcome import (
     recipe_hash,
 )
 from specctl.training.pieces import Cut
-from specctl.training.run_state import RunState, check_same
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.trainable import TrainableDrafter, make_trainable
 

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from specctl.cli.select import COLUMNS, show
+from specctl.decoding.controllers import PLAIN
 from specctl.decoding.device.rounds import DeviceRounds
-from specctl.decoding.plain import PLAIN
 from specctl.decoding.target import load_target
 from specctl.selection.arms import PLAIN as PLAIN_ARM
 from tests.measuring.streams import write_head, write_prompts

@@ -17,7 +17,7 @@ from specctl.kernels import native
 from tests.measuring.streams import write_head
 
 PACKAGE = Path(__file__).resolve().parents[2] / "specctl"
-BUDGET = {"generate": 73, "select": 95, "export": 38}
+BUDGET = {"generate": 65, "select": 86, "export": 34}
 
 
 class FirstRound(BaseException):

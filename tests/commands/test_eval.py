@@ -14,7 +14,7 @@ from specctl.cli.eval import LENGTHS
 from specctl.cli.output import records
 from specctl.commands.eval import evaluate, with_domains_of_drafters
 from specctl.decoding import metrics
-from specctl.decoding.plain import PLAIN
+from specctl.decoding.controllers import PLAIN
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.lm.drafter import FAMILY as lm

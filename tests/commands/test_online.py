@@ -10,7 +10,7 @@ import torch
 from specctl import api
 from specctl.commands.eval import evaluate
 from specctl.commands.online import few_judges
-from specctl.decoding.plain import PLAIN
+from specctl.decoding.controllers import PLAIN
 from specctl.drafters import checkpoint
 from specctl.recipe import DataRecipe, EvalRecipe, OnlineRecipe
 from specctl.recipe.online import BufferRecipe

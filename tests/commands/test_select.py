@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from specctl import progress
 from specctl.commands.select import select
+from specctl.decoding.controllers import PLAIN
 from specctl.decoding.models.loading import builtin_path
-from specctl.decoding.plain import PLAIN
 from specctl.decoding.prompt_features import cluster_of, features_at
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import load_target
@@ -50,8 +50,8 @@ from specctl.measuring.select_contenders import (
 from specctl.recipe import DataRecipe, DraftingRecipe, GameRecipe, SelectRecipe, TargetRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
-from specctl.selection.arm import Arm
 from specctl.selection.arms import PLAIN as PLAIN_ARM
+from specctl.selection.arms import Arm
 from specctl.selection.assembly import Decoding, make_selector
 from specctl.selection.certificate import of_stream
 from tests.lossless.drafters import own_weights

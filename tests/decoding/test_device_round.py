@@ -18,7 +18,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from specctl import kernels
-from specctl.decoding import attention, host_runner, row_budget
+from specctl.decoding import attention, host_runner
 from specctl.decoding import plan as plans
 from specctl.decoding.cache import KVCache
 from specctl.decoding.controllers import PerSequence
@@ -449,7 +449,7 @@ def test_a_window_that_texts_grow_out_of(tiny, on_device, name):
 @pytest.mark.parametrize("name", [*EACH[1:], "eagle3 chain", "medusa chain", "peagle chain"])
 def test_drafts_grow_where_the_batch_shrinks(tiny, drafters, monkeypatch, name):
     """The sequences of a batch share the rows of a step: on the device too, the batch size sets the draft depth."""
-    monkeypatch.setattr(row_budget, "SHARED_ROWS", {"cpu": 9})
+    monkeypatch.setattr("specctl.decoding.verify.SHARED_ROWS", {"cpu": 9})
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     whole, depths = device_round.DeviceRounds.round, set()
     monkeypatch.setattr(
@@ -480,7 +480,7 @@ def test_trees_broader_than_a_step(tiny, drafters, monkeypatch, mode):
     """For all its levels, a head needs more slots after a text than the target's step. The last rounds run on the host,
     with a smaller batch, and no text fails at its end."""
     plain = [one.output_ids for one in decode(tiny, sampling=MIXED)]
-    monkeypatch.setattr(row_budget, "SHARED_ROWS", {"cpu": 93})
+    monkeypatch.setattr("specctl.decoding.verify.SHARED_ROWS", {"cpu": 93})
     monkeypatch.setenv("SPECCTL_GRAPHS", mode)
     whole, batches = device_round.DeviceRounds.round, set()
     monkeypatch.setattr(
@@ -893,7 +893,7 @@ class Raising(Lookup):
 def test_a_batch_that_is_too_large_for_device_rounds_leaves_them_to_smaller_ones(tiny, drafters, monkeypatch):
     """In a large batch, a hybrid has no rows for a draft. Its engine never ran a round on the device again."""
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
-    monkeypatch.setattr(row_budget, "SHARED_ROWS", {"cpu": 16, "cuda": 16})
+    monkeypatch.setattr("specctl.decoding.verify.SHARED_ROWS", {"cpu": 16, "cuda": 16})
     engine, ahead = engine_for(tiny, hybrid(drafters("eagle3 tree"))), []
     for count in (8, 1):
         prompts = [[5, 9, 300, 12, 7 + n] for n in range(count)]

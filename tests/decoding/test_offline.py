@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specctl import threads
-from specctl.decoding import engine, offline, row_budget
+from specctl.decoding import engine, verify
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY
@@ -37,9 +37,9 @@ def budgets(target, prompts, **options):
 
 def test_sequences_of_a_batch_share_the_row_budget(target, prompts):
     """Except in exact mode, which has fixed rows, and with `share_rows=False`, which measures acceptance."""
-    whole = {row_budget.MAX_NODES - 1}
+    whole = {verify.MAX_NODES - 1}
     seen = budgets(target, prompts)
-    assert seen[3] == {row_budget.SHARED_ROWS["cpu"] // 3 - 1} and seen[1] == whole
+    assert seen[3] == {verify.SHARED_ROWS["cpu"] // 3 - 1} and seen[1] == whole
     assert set.union(*budgets(target, prompts, share_rows=False).values()) == whole
     assert set.union(*budgets(target, prompts, exact=True).values()) == {engine.EXACT_ROWS - 1}
 
@@ -47,10 +47,10 @@ def test_sequences_of_a_batch_share_the_row_budget(target, prompts):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_node_budgets_keep_a_step_within_the_shared_rows(device):
     """64 sequences with a default tree of 48 nodes would have 3,136 rows: the time of six steps."""
-    rows = row_budget.SHARED_ROWS[device]
-    nodes = [row_budget.nodes_within(rows, batch) for batch in range(1, rows + 1)]
+    rows = verify.SHARED_ROWS[device]
+    nodes = [verify.nodes_within(rows, batch) for batch in range(1, rows + 1)]
     assert all(batch * (1 + count) <= rows for batch, count in enumerate(nodes, 1) if count > 1)
-    assert all(batch * (2 + count) > rows for batch, count in enumerate(nodes, 1) if count < row_budget.MAX_NODES - 1)
+    assert all(batch * (2 + count) > rows for batch, count in enumerate(nodes, 1) if count < verify.MAX_NODES - 1)
     assert nodes == sorted(nodes, reverse=True) and nodes[-1] == 1
 
 
@@ -58,8 +58,8 @@ def test_node_budgets_keep_a_step_within_the_shared_rows(device):
 def test_the_node_budget_of_a_gpu_is_from_128_rows(slots, nodes):
     """The front page has these numbers."""
     state = SimpleNamespace(device=torch.device("cuda"), batch=slots, exact_rows=0)
-    assert row_budget.node_budget(state, share=True) == nodes
-    assert row_budget.node_budget(state, share=False) == row_budget.MAX_NODES - 1
+    assert verify.node_budget(state, share=True) == nodes
+    assert verify.node_budget(state, share=False) == verify.MAX_NODES - 1
 
 
 def test_texts_are_returned_as_they_finish(target, prompts):
@@ -100,7 +100,7 @@ def test_a_signal_stops_decoding_within_a_text(target, prompts, stoppable):
     asked = requests(prompts[:1], sampling=GREEDY, max_new_tokens=8, seeds=[0], ends=frozenset())
     try:
         with pytest.raises(Interrupted) if stoppable else nullcontext():
-            offline.decode(running, asked, stoppable=stoppable)
+            engine.decode(running, asked, stoppable=stoppable)
     finally:
         interrupts.reset()
     assert not running.busy and (len(rounds) == 3 if stoppable else len(rounds) > 3)

@@ -19,9 +19,9 @@ from specctl.decoding.paged import PagedCache
 from specctl.decoding.pages import SCRATCH_PAGE, PagePool, PoolLayout, budget, pages_for
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import Request
-from specctl.decoding.row_budget import SHARED_ROWS
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
+from specctl.decoding.verify import SHARED_ROWS
 from specctl.errors import DataError, UsageError
 from specctl.kernels import PAGE
 from tests.decoding.test_device_round import SHAPES, WORDS, NoHost, depth_heads, eagle3, loaded

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 
-from specctl.decoding.controllers import Fixed, PerSequence
-from specctl.decoding.plain import NoDraft
+from specctl.decoding.controllers import Fixed, NoDraft, PerSequence
 from specctl.decoding.records import topology
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.hybrid.costs import Costs
@@ -13,7 +12,7 @@ from specctl.drafters.pool import hybrid
 from specctl.drafters.text.lookahead import LookaheadDrafter, Window
 from specctl.drafters.tree import DepthLimited
 from specctl.errors import UsageError
-from specctl.selection.arm import Arm, DraftAll
+from specctl.selection.arms import Arm, DraftAll
 from tests.lossless.drafters import constant
 from tests.toys.decoding import decode
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specctl.decoding.catch_up import CatchUp
+from specctl.decoding.cache import CatchUp
 from specctl.decoding.records import first_chain
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.peagle.drafter import FAMILY as peagle

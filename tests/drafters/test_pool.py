@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specctl.decoding.plain import NoDraft
+from specctl.decoding.controllers import NoDraft
 from specctl.drafters import checkpoint, names
 from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.model import LM, architecture

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from specctl.decoding.plain import NoDraft
+from specctl.decoding.controllers import NoDraft
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.hybrid.rescored import EXPONENT, UNSEEN, LatticePosition, Rescored
 from specctl.drafters.pool import load_family, rescored

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.decoding.catch_up import RECOMPUTE, CatchUp
+from specctl.decoding.cache import RECOMPUTE, CatchUp
 from specctl.decoding.device.rounds import device_rounds
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.dflash.drafter import BlockDrafter

@@ -14,8 +14,7 @@ import torch
 
 from specctl.commands.generate import generate
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.offline import decode
+from specctl.decoding.engine import Engine, decode
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import Sampling
 from specctl.drafters import pool

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from specctl import kernels
-from specctl.decoding.catch_up import RECOMPUTE, CatchUp
-from specctl.decoding.plain import NoDraft
+from specctl.decoding.cache import RECOMPUTE, CatchUp
+from specctl.decoding.controllers import NoDraft
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters import pool

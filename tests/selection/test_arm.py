@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from specctl.decoding.controllers import PerSequence
-from specctl.decoding.plain import NoDraft
+from specctl.decoding.controllers import NoDraft, PerSequence
 from specctl.decoding.protocols import Controller
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY
 from specctl.errors import Interrupted
-from specctl.selection.arm import Arm, DraftAll, union
+from specctl.selection.arms import Arm, DraftAll, union
 from tests.lossless.drafters import constant, perfect
 from tests.toys.decoding import decode
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.decoding.plain import NoDraft
+from specctl.decoding.controllers import NoDraft
 from specctl.drafters import checkpoint
 from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.drafter import Eagle3Drafter

@@ -8,7 +8,7 @@ from specctl.decoding.sampling import GREEDY
 from specctl.drafters.text.lookup import Lookup
 from specctl.errors import UsageError
 from specctl.recipe import GameRecipe, PolicyRecipe
-from specctl.selection.arm import Arm
+from specctl.selection.arms import Arm
 from specctl.selection.assembly import Decoding, make_batch_selector
 from specctl.selection.batched import load_bucket
 from specctl.selection.game.rules import check_batch

@@ -11,15 +11,13 @@ from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.recipe import GameRecipe, PolicyRecipe
-from specctl.selection.arm import Arm, taps_of
-from specctl.selection.arms import plain_arm
+from specctl.selection.arms import Arm, plain_arm, taps_of
 from specctl.selection.assembly import Decoding, make_selector
 from specctl.selection.controller import ActiveText, PolicyInputs, Selector
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
-from specctl.selection.game.rules import rules_for
-from specctl.selection.game.scoring import ScoringSchedule
+from specctl.selection.game.rules import ScoringSchedule, rules_for
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms
 from tests.lossless.drafters import own_weights

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.decoding.plain import NoDraft
+from specctl.decoding.controllers import NoDraft
 from specctl.decoding.records import DraftTree, first_chain
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.verify import verify

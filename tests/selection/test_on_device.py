@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.decoding.controllers import PerSequence
+from specctl.decoding.controllers import PLAIN, PerSequence
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
-from specctl.decoding.plain import PLAIN
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.text.lookup import Lookup
 from specctl.recipe import GameRecipe, PolicyRecipe
-from specctl.selection.arm import Arm
+from specctl.selection.arms import Arm
 from specctl.selection.assembly import Decoding, make_batch_selector, make_selector
 from specctl.selection.batched import BatchSelector
 from specctl.selection.controller import Selector

@@ -13,7 +13,7 @@ from specctl.lab.recorded.overheads import Overheads
 from specctl.lab.recorded.replay import draft_all, oracle, replay
 from specctl.lab.recorded.trace import of_arms
 from specctl.recipe.select import GameRecipe, PolicyRecipe
-from specctl.selection.arm import Arm
+from specctl.selection.arms import Arm
 from tests.selection.tables import specialists
 
 GREEDY = Sampling(0.0, 0, 1.0)

@@ -15,8 +15,7 @@ from specctl.lab.recorded.hindsight import Hindsight
 from specctl.lab.recorded.replay import replay
 from specctl.lab.recorded.trace import Table
 from specctl.recipe import GameRecipe, PolicyRecipe
-from specctl.selection.arm import Arm
-from specctl.selection.arms import PLAIN, plain_arm
+from specctl.selection.arms import PLAIN, Arm, plain_arm
 from specctl.selection.assembly import Decoding, make_selector
 from specctl.selection.policies import registry
 from tests.selection.tables import trace_of

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.decoding.plain import NoDraft
+from specctl.decoding.controllers import NoDraft
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters.eagle3 import drafter as eagle3
 from specctl.drafters.eagle3.head import Eagle3Head
@@ -26,7 +26,7 @@ from specctl.lab.recorded.recorder import Drafted, Query
 from specctl.lab.recorded.table_file import read_table
 from specctl.progress import interrupts
 from specctl.recipe import DrafterRecipe, SamplingRecipe
-from specctl.selection.arm import Arm
+from specctl.selection.arms import Arm
 from tests.lossless.drafters import Rotate, own_weights
 from tests.lossless.test_equality import random_eagle, random_heads
 from tests.toys.decoding import decode

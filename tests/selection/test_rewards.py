@@ -19,7 +19,7 @@ from specctl.lab.recorded.hindsight import Hindsight
 from specctl.lab.recorded.recorder import Query
 from specctl.recipe import GameRecipe, PolicyRecipe, SamplingRecipe
 from specctl.selection import assembly
-from specctl.selection.arm import Arm
+from specctl.selection.arms import Arm
 from specctl.selection.game import game
 from specctl.selection.game.clock import ArmClock, TextRate
 from specctl.selection.game.rewards import Outcome, block_divergence, block_efficiency, throughput, tokens

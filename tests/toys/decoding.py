@@ -4,9 +4,10 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from specctl.decoding import offline
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine, EngineOptions
+from specctl.decoding.engine import decode as decode_requests
+from specctl.decoding.engine import stream as stream_requests
 from specctl.decoding.records import Decoded, Request
 
 
@@ -51,7 +52,7 @@ def decode(target, prompts, **options: Any) -> list[Decoded]:
     """Decode prompts, and return the texts in order. `engine`: an engine that lives longer than the call."""
     asked = {name: options.pop(name) for name in ASKED if name in options}
     engine = options.pop("engine", None) or engine_for(target, **options)
-    return offline.decode(engine, requests(prompts, **asked))
+    return decode_requests(engine, requests(prompts, **asked))
 
 
 def plain_answers(target, prompts, seeds, max_new_tokens):
@@ -75,4 +76,4 @@ def whole(decoded):
 def stream(target, prompts, **options: Any) -> Iterator[Decoded]:
     """Decode prompts, and yield each text when it is finished."""
     asked = {name: options.pop(name) for name in ASKED if name in options}
-    yield from offline.stream(engine_for(target, **options), requests(prompts, **asked))
+    yield from stream_requests(engine_for(target, **options), requests(prompts, **asked))

@@ -8,7 +8,7 @@ import torch
 
 from specctl.errors import CheckpointError
 from specctl.training import checkpoint
-from specctl.training.run_state import RunState
+from specctl.training.checkpoint import RunState
 
 
 def make(root, step, content=b"weights"):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specctl import kernels
-from specctl.decoding.catch_up import RECOMPUTE
+from specctl.decoding.cache import RECOMPUTE
 from specctl.decoding.device import graphs
 from specctl.decoding.device.device_batch import DeviceBatch, TargetOutput, ancestors, parse_record, widest_ends
 from specctl.decoding.models.lean import LeanModel

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specctl.decoding.models import gguf_target, lean, tensors
+from specctl.decoding.models import gguf_target, lean, supported
 from specctl.decoding.models.ends import model_on_meta
 from specctl.decoding.models.loading import (
     DTYPES,
@@ -77,7 +77,7 @@ def describe(name: str, label: str | None = None) -> Description:
     text = config.get_text_config()
     path, why = path_of(config)
     if path != "engine":  # engines read more kinds of quantized weights
-        tensors.check_quantisation(f"target {label or name}", config)
+        supported.check_quantisation(f"target {label or name}", config)
     try:
         model = model_on_meta(config)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

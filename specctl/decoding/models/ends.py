@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from specctl.decoding.models import tensors
+from specctl.decoding.models import supported
 from specctl.decoding.models.lean import LeanModel, unsupported_reason
 from specctl.decoding.models.loading import (
     from_pretrained_of,
@@ -192,11 +192,11 @@ def load_layerless(
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            **tensors.REPORT,
+            **supported.REPORT,
         )
     model, info = loaded
     try:
-        tensors.check_loaded(f"target {name}", model, info)
+        supported.check_loaded(f"target {name}", model, info)
     except CheckpointError as error:
         hint = f"{error.hint}; or load the whole target with features.whole_target=true"
         raise CheckpointError(error.message, hint) from error

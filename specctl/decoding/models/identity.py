@@ -9,7 +9,7 @@ from typing import IO, Any
 from specctl import regular_files
 from specctl.decoding.models import gguf_file, gguf_target, target_adapter
 from specctl.decoding.models.loading import is_gguf, model_directory
-from specctl.decoding.models.tensors import weight_files
+from specctl.decoding.models.supported import weight_files
 from specctl.errors import CheckpointError
 
 WHOLE = 2**26  # bytes up to which a file is read completely; this takes a twentieth of a second

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specctl import hub, regular_files
-from specctl.decoding.models import gguf_target, tensors
+from specctl.decoding.models import gguf_target, supported
 from specctl.decoding.models.supported import check_decodable, check_ropes, context_limit, window_size
 from specctl.errors import CheckpointError, UsageError, brief, near_path
 
@@ -82,7 +82,7 @@ def cpu_has_bf16() -> bool:
 
 
 def with_fast_products(weight: torch.Tensor) -> torch.Tensor:
-    """The weight in a dtype of which torch computes products fast: fp32 for bf16 on a CPU without bf16 instructions."""
+    """The weight in a dtype with fast products in torch: fp32 instead of bf16 on a CPU without bf16 instructions."""
     slow = weight.dtype == torch.bfloat16 and pick_dtype("auto", weight.device) != torch.bfloat16
     return weight.float() if slow else weight
 
@@ -101,7 +101,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     where = location(name)
     if Path(where).is_dir() and not (Path(where) / "config.json").is_file():
         hint = "give the directory that contains config.json"
-        if (Path(where) / tensors.ADAPTER).is_file():
+        if (Path(where) / supported.ADAPTER).is_file():
             hint = f"it is an adapter: --target BASE --target-adapter {name}"
         raise CheckpointError(f"{name} is not a model directory: it has no config.json", hint)
     try:
@@ -116,7 +116,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             f"cannot read the configuration of target {name} (config.json): {first_line(telling or error)}",
             "give a Hugging Face id, a directory with config.json, or 'builtin'",
         ) from error
-    tensors.check_adapter(f"target {name}", model_directory(name, revision))
+    supported.check_adapter(f"target {name}", model_directory(name, revision))
     names = config.architectures or []
     if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
         raise CheckpointError(f"target {name}: config.json: architectures is {names!r:.60}, not a list of names")
@@ -270,17 +270,17 @@ def load_model(
     check_decodable(name, config)
     with load_errors(name):
         if not trust_remote_code:
-            tensors.check_quantisation(f"target {name}", config)
-            tensors.check_headers(f"target {name}", model_directory(name, revision), config)
+            supported.check_quantisation(f"target {name}", config)
+            supported.check_headers(f"target {name}", model_directory(name, revision), config)
         loaded: Any = from_pretrained_of(name, config, dtype, source.stored)(
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
             **_placement(device, source),
-            **tensors.REPORT,
+            **supported.REPORT,
         )
         model, info = loaded
-        tensors.check_loaded(f"target {name}", model, info)
+        supported.check_loaded(f"target {name}", model, info)
         if source.device_map is None:
             model.to(device)
         if is_gguf(name):

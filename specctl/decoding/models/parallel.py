@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl import regular_files
-from specctl.decoding.models import gguf_target, tensors
+from specctl.decoding.models import gguf_target, supported
 from specctl.decoding.models.loading import is_gguf, is_hub_id, load_errors, load_generation_config, model_directory
 from specctl.errors import CheckpointError
 
@@ -65,7 +65,7 @@ def load_slice(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with load_errors(name):
         held = _tensors(name, revision, dtype)
-        tensors.check_headers(f"target {name}", model_directory(name, revision), config)
+        supported.check_headers(f"target {name}", model_directory(name, revision), config)
         for key, parameter in list(model.named_parameters()):  # a tied head appears once, as the embedding
             if key not in held:
                 raise CheckpointError(f"target {name}: its safetensors files lack {key}")
@@ -94,7 +94,7 @@ def _tensors(name: str, revision: str | None, dtype: torch.dtype) -> dict[str, A
     if is_hub_id(name):
         snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors"])
     directory = model_directory(name, revision)
-    paths = [] if directory is None else tensors.weight_files(directory)
+    paths = [] if directory is None else supported.weight_files(directory)
     if not paths or any(path.suffix != ".safetensors" for path in paths):
         raise CheckpointError(
             f"target {name} has no safetensors files, which tensor parallelism needs",

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from specctl import regular_files
 from specctl.decoding.models.loading import first_line
-from specctl.decoding.models.supported import quantisation
-from specctl.decoding.models.tensors import ADAPTER
+from specctl.decoding.models.supported import ADAPTER, quantisation
 from specctl.errors import CheckpointError, near_path
 
 WEIGHTS = "adapter_model.safetensors"

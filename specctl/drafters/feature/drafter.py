@@ -17,12 +17,11 @@ from specctl.decoding.plan import BITS, Plan, plan_at
 from specctl.decoding.records import ChainRows, DraftTree, Score, first_chain
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.device_trees import DeviceTreeBuilder
 from specctl.drafters.feature.head import DraftHead, HeadLayer
 from specctl.drafters.feature.layer import Attention, FeatureLayer, FeatureMemory, select_taps
 from specctl.drafters.feature.rounds import ReaderRounds
 from specctl.drafters.feature.scoring import additive, attend_all, draft_start_slots, hidden_context
-from specctl.drafters.tree import TreeBuilder, TreeDrafter, TreeShape, WorthLevel
+from specctl.drafters.tree import DeviceTreeBuilder, TreeBuilder, TreeDrafter, TreeShape, WorthLevel
 from specctl.kernels.native import NativeProduct
 
 

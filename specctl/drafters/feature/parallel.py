@@ -14,11 +14,10 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.records import ChainRows, DraftTree, Score, first_chain
 from specctl.decoding.state import DecodeState
-from specctl.drafters.device_trees import DeviceTreeBuilder
 from specctl.drafters.feature.layer import FeatureReader
 from specctl.drafters.feature.rounds import ReaderRounds
 from specctl.drafters.feature.scoring import draft_start_slots
-from specctl.drafters.tree import TreeBuilder, TreeDrafter, TreeShape, WorthLevel
+from specctl.drafters.tree import DeviceTreeBuilder, TreeBuilder, TreeDrafter, TreeShape, WorthLevel
 
 
 class Transitions(NamedTuple):

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from specctl import processes, progress, regular_files, threads
 from specctl.decoding.cache import KVCache
-from specctl.decoding.controllers import Fixed
+from specctl.decoding.controllers import PLAIN, Fixed
 from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.models.lean import LeanModel
-from specctl.decoding.plain import PLAIN
 from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.records import DraftTree, Request
 from specctl.decoding.sampling import GREEDY

@@ -11,15 +11,17 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import DraftTree, Score
-from specctl.decoding.row_budget import node_budget
 from specctl.decoding.state import DecodeState
+from specctl.decoding.verify import node_budget
 from specctl.drafters.hybrid.costs import Costs
-from specctl.drafters.hybrid.device_rounds import HybridRounds
 from specctl.drafters.hybrid.gate import HEAD, GateStatistics
 from specctl.drafters.hybrid.weighed import TextProposal, WeighedText, best_size
+from specctl.drafters.text.device_rounds import union
 from specctl.drafters.tree import CandidateDrafter, TextDrafter
 
 GOES_ON = 0.75  # assumed probability that a level's token is accepted if the previous level's was
@@ -142,6 +144,41 @@ class Hybrid(WeighedText):
             depth = max(len(head.children), len(text.children))
             scores.append(Score(head.positions, tokens=tokens, children=(tokens.shape[-1],) * depth))
         return scores
+
+
+class HybridRounds(DeviceDraft):
+    """Rounds on the device with the joined trees of head and text drafter.
+
+    The head drafts on the device, the text drafter on the host before the round starts.
+    """
+
+    reads_text = True
+
+    def __init__(self, head: DeviceDraft, text: DeviceDraft):
+        self.head, self.text = head, text
+        self.depth = max(head.depth, text.depth)
+        self.reach = head.reach + text.reach - 1  # one root
+        self.carried = [*head.carried, *text.carried]
+
+    def load(self, state: DecodeState) -> None:
+        self.head.load(state)
+        self.text.load(state)
+        self.host_seconds = self.text.host_seconds
+
+    def fits(self, state: DecodeState) -> bool:
+        return self.head.fits(state) and self.text.fits(state)
+
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
+        drafts = self.head.propose(sequences, span), self.text.propose(sequences, span)
+        return union(*drafts, levels=self.head.depth)
+
+    def advance(self, sequences: DeviceBatch, before: Tensor, span: int) -> None:
+        self.head.advance(sequences, before, span)
+        self.text.advance(sequences, before, span)
+
+    def store(self, state: DecodeState) -> None:
+        self.head.store(state)
+        self.text.store(state)
 
 
 def share(level: int, levels: int) -> float:

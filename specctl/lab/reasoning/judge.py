@@ -14,11 +14,10 @@ from typing import Any
 import httpx
 import torch
 
-from specctl.decoding.engine import Engine, EngineOptions
-from specctl.decoding.models import tensors
+from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.models import supported
 from specctl.decoding.models.loading import check_within_reach, first_line, location, model_directory, pick_device
 from specctl.decoding.models.supported import quiet
-from specctl.decoding.offline import decode
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
@@ -129,18 +128,18 @@ class EmbeddingJudge:
         self.recipe, self.device = recipe, pick_device(device)
         try:
             check_within_reach(str(recipe.name), recipe.revision)
-            tensors.check_adapter(f"judge {recipe.name}", model_directory(str(recipe.name), recipe.revision))
+            supported.check_adapter(f"judge {recipe.name}", model_directory(str(recipe.name), recipe.revision))
             where, options = location(str(recipe.name)), {"revision": recipe.revision, "trust_remote_code": False}
             self.tokenizer = AutoTokenizer.from_pretrained(where, **options)
             with quiet():
-                loaded: Any = AutoModel.from_pretrained(where, use_safetensors=True, **options, **tensors.REPORT)
+                loaded: Any = AutoModel.from_pretrained(where, use_safetensors=True, **options, **supported.REPORT)
         except CheckpointError:
             raise
         except Exception as error:  # any exception that transformers raises for bad files
             raise CheckpointError(f"cannot load judge {recipe.name}: {first_line(error)}") from error
         model, info = loaded
         info["missing_keys"] = {name for name in info["missing_keys"] if not name.startswith("pooler.")}  # not used
-        tensors.check_loaded(f"judge {recipe.name}", model, info)
+        supported.check_loaded(f"judge {recipe.name}", model, info)
         self.model = model.to(self.device).eval()
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
 

@@ -16,8 +16,7 @@ from specctl.lab.replay.run import replay_table
 from specctl.measuring.records import fingerprints
 from specctl.measuring.select_result import SelectResult, top_fields
 from specctl.runs import Run
-from specctl.selection.arm import Arm
-from specctl.selection.arms import longest_draft
+from specctl.selection.arms import Arm, longest_draft
 
 
 def record_pool(

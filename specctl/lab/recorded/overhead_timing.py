@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from specctl.decoding.engine import Engine
-from specctl.decoding.offline import decode
-from specctl.decoding.plain import NoDraft
+from specctl.decoding.controllers import NoDraft
+from specctl.decoding.engine import Engine, decode
 from specctl.decoding.protocols import Controller
 from specctl.decoding.records import Request, RoundResult
 from specctl.decoding.sampling import Sampling
@@ -15,7 +14,7 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.lab.recorded.overheads import Overheads
-from specctl.selection.arm import Arm, taps_of
+from specctl.selection.arms import Arm, taps_of
 from specctl.selection.feedback import Scorer
 
 SPANS = (4, 24)  # tokens between two scorings, in turn

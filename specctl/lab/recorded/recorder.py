@@ -18,10 +18,8 @@ from typing import Any
 import numpy as np
 
 from specctl import progress
-from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine, EngineOptions
-from specctl.decoding.offline import decode
-from specctl.decoding.plain import NoDraft
+from specctl.decoding.controllers import Fixed, NoDraft
+from specctl.decoding.engine import Engine, EngineOptions, decode
 from specctl.decoding.prompt_features import features_of
 from specctl.decoding.protocols import Proposer
 from specctl.decoding.records import DraftTree, Request, empty_draft, topology
@@ -36,8 +34,7 @@ from specctl.lab.recorded.table_file import Header, Recorded, read_table
 from specctl.lab.recorded.trace import Table, Trace
 from specctl.recipe import SamplingRecipe
 from specctl.selection import feedback
-from specctl.selection.arm import Arm, TimedDraft, prompt_taps, taps_of
-from specctl.selection.arms import longest_draft
+from specctl.selection.arms import Arm, TimedDraft, longest_draft, prompt_taps, taps_of
 from specctl.selection.assembly import step_seconds
 from specctl.selection.divergence import overlaps
 from specctl.selection.policies.policy import Array

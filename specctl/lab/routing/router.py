@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from specctl.decoding.models import tensors
+from specctl.decoding.models import supported
 from specctl.decoding.models.loading import first_line, load_tokenizer, location, model_directory
 from specctl.decoding.models.supported import quiet
 from specctl.decoding.target import Target
@@ -181,10 +181,10 @@ def _pretrained(name: str, classes: int, *, new_head: bool = False, revision: st
     what = f"classifier {name}"
     safely: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
     try:
-        tensors.check_adapter(what, model_directory(name, revision))
+        supported.check_adapter(what, model_directory(name, revision))
         with quiet():  # it would warn that the head is new, but training follows
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                location(name), num_labels=classes, revision=revision, **safely, **tensors.REPORT
+                location(name), num_labels=classes, revision=revision, **safely, **supported.REPORT
             )
     except (CheckpointError, MemoryError, torch.OutOfMemoryError):
         raise
@@ -199,5 +199,5 @@ def _pretrained(name: str, classes: int, *, new_head: bool = False, revision: st
         encoder = re.compile(rf"{re.escape(model.base_model_prefix)}\.(?!pooler\.)")
         info["missing_keys"] = {name for name in info["missing_keys"] if encoder.match(name)}
         info["mismatched_keys"] = {entry for entry in info["mismatched_keys"] if encoder.match(entry[0])}
-    tensors.check_loaded(what, model, info)
+    supported.check_loaded(what, model, info)
     return model

@@ -7,16 +7,16 @@ from functools import partial
 
 import torch
 
+from specctl.decoding.controllers import NoDraft
 from specctl.decoding.device import graphs
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
-from specctl.decoding.plain import NoDraft
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request
-from specctl.decoding.row_budget import MAX_NODES
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
+from specctl.decoding.verify import MAX_NODES
 from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.progress import Progress, interrupts
 from specctl.recipe import BenchRecipe, TrainRecipe

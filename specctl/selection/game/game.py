@@ -13,8 +13,7 @@ from specctl.selection.game.drift import Drift
 from specctl.selection.game.length_correction import LengthCorrection
 from specctl.selection.game.losses import per_second, usable, with_failures
 from specctl.selection.game.rewards import Outcome, reward, surplus_lost
-from specctl.selection.game.rules import Rules
-from specctl.selection.game.scoring import ScoringSchedule
+from specctl.selection.game.rules import Rules, ScoringSchedule
 from specctl.selection.policies.contextual import ContextualUcb
 from specctl.selection.policies.policy import AnyArray, Arms, Array, Numbers, Policy
 

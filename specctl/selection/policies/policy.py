@@ -1,4 +1,5 @@
 """Policy interface: a policy chooses an arm every round, and learns from a round's reward or from every token's losses.
+The policies `fixed` and `random` learn nothing.
 
 Policies compute with lists of plain numbers: between two rounds of decoding the caches are cold, and every operation on
 a small array costs 5 microseconds there, as much as a whole loop over seven arms.
@@ -15,6 +16,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from specctl.errors import UsageError
+from specctl.recipe.select import PolicyRecipe
 
 Array = NDArray[np.float64]
 AnyArray = NDArray[Any]  # any floating type, or booleans: scores and traces
@@ -117,3 +121,28 @@ def normalized(weights: Iterable[float]) -> Numbers:
 def dot(a: Iterable[float], b: Iterable[float]) -> float:
     """Σ a b."""
     return sum(map(mul, a, b))
+
+
+class FixedArm(Policy):
+    """`fixed`: always the same arm."""
+
+    def __init__(self, arms: Arms, options: PolicyRecipe):
+        super().__init__(arms, play="argmax")
+        if options.arm >= arms.count:
+            raise UsageError(
+                f"arm {options.arm} does not exist: there are {arms.count} arms", hint=f"use 0 to {arms.count - 1}"
+            )
+        self._arm = options.arm
+
+    def _weigh(self) -> Numbers:
+        return one_hot(self._arm, self.arms.count)
+
+
+class Random(Policy):
+    """`random`: all arms with equal probability, drawn anew each round."""
+
+    def __init__(self, arms: Arms, options: PolicyRecipe):
+        super().__init__(arms, play="sample")
+
+    def _weigh(self) -> Numbers:
+        return [1 / self.arms.count] * self.arms.count

@@ -5,12 +5,11 @@ from typing import Any
 from specctl.errors import UsageError, did_you_mean
 from specctl.recipe.select import ROUTER, PolicyRecipe
 from specctl.selection.policies.bandits import DiscountedUcb, MetaUcb, SlidingUcb, UcbSpec
-from specctl.selection.policies.baselines import FixedArm, Random
 from specctl.selection.policies.contextual import ContextualUcb
 from specctl.selection.policies.exponential import Exp3Spec, MetaExp3
 from specctl.selection.policies.halving import ExploreThenCommit, SequentialHalving
 from specctl.selection.policies.hedge import AdaNormalHedge, FollowTheLeader, Hedge, NormalHedge
-from specctl.selection.policies.policy import Arms, Learns, Policy
+from specctl.selection.policies.policy import Arms, FixedArm, Learns, Policy, Random
 
 _POLICIES: dict[str, Any] = {
     "fixed": FixedArm,
