@@ -28,7 +28,7 @@ def searched(ids, count, longest=3, shortest=1):
 @given(text=TEXT, cuts=st.lists(st.integers(0, 40), max_size=5), count=st.integers(0, 9))
 def test_the_incremental_index_equals_a_search(text, cuts, count):
     """The text grows by pieces of any size, including empty ones."""
-    index = NGramIndex(3, 1)
+    index = NGramIndex()
     for cut in [*sorted(cuts), len(text)]:
         ids = text[:cut]
         index.extend(ids)
@@ -36,21 +36,21 @@ def test_the_incremental_index_equals_a_search(text, cuts, count):
 
 
 def test_the_latest_longest_match_wins():
-    index = NGramIndex(3, 1)
+    index = NGramIndex()
     ids = [1, 2, 3, 7, 1, 2, 3, 8, 3, 9, 1, 2, 3]
     index.extend(ids)
     assert index.continuation(ids, 2) == [8, 3]
 
 
 def test_a_periodic_text_is_continued_periodically():
-    index = NGramIndex(3, 1)
+    index = NGramIndex()
     ids = [5, 6, 5, 6, 5]
     index.extend(ids)
     assert index.continuation(ids, 7) == [6, 5, 6, 5, 6, 5, 6]
 
 
 def test_a_text_without_repetition_has_no_continuation():
-    index = NGramIndex(3, 1)
+    index = NGramIndex()
     index.extend([1, 2, 3])
     assert index.continuation([1, 2, 3], 7) == []
 

@@ -40,7 +40,7 @@ def store(place, vocab=VOCAB):
 
 
 def ours(text, count=TOKENS):
-    index = NGramIndex(3, 1)
+    index = NGramIndex()
     index.extend(text)
     return index.continuation(text, count)
 

@@ -4,8 +4,6 @@ It has no weights, as the text itself is the model. It is strong if the output r
 summaries).
 """
 
-from functools import partial
-
 import torch
 
 from specctl.decoding.protocols import DeviceDraft, Drafter
@@ -20,7 +18,7 @@ from specctl.recipe import DraftingRecipe
 # rows cost more. Tokens per pass of the built-in target at depth 4 / 5 / 7: sql 1.57 / 1.65 / 1.65, math 2.18 / 2.32 /
 # 2.46. Without 1-grams it is 1.63 and 2.18 at depth 7; 4-grams make no difference.
 DEPTH = {"cpu": 7, "cuda": 10}
-LONGEST, SHORTEST = 3, 1  # lengths of the n-grams that are looked up, longest first
+SIZES = 3, 2, 1  # lengths of the n-grams that are looked up, in this order
 
 # HITS[n] is how often the token after a match of n tokens is the next one, measured in 1,050 responses of the built-in
 # target to training prompts of seven domains.
@@ -28,7 +26,7 @@ HITS = (0.0, 0.22, 0.41, 0.58, 0.62, 0.70, 0.78, 0.82, 0.85, 0.87, 0.87, 0.87, 0
 
 
 class Lookup(Drafter):
-    """Drafts a chain after the last occurrence of the text's last `LONGEST` to `SHORTEST` tokens.
+    """Drafts a chain after an earlier occurrence of the last three, two or one tokens of the text.
 
     `depth` is the maximal chain length; the default depends on the device. `nodes` limits it further.
     """
@@ -61,7 +59,7 @@ class Lookup(Drafter):
         return trees
 
     def advance(self, state: DecodeState) -> None:
-        indices = per_text(state, self, partial(NGramIndex, LONGEST, SHORTEST))
+        indices = per_text(state, self, NGramIndex)
         for index, row in zip(indices, state.rows, strict=True):
             index.extend(row.ids)
 
@@ -86,8 +84,7 @@ class Lookup(Drafter):
 class NGramIndex:
     """Index of the last occurrence of each n-gram in a growing text; every token is processed once."""
 
-    def __init__(self, longest: int, shortest: int):
-        self.sizes = range(longest, shortest - 1, -1)
+    def __init__(self) -> None:
         self.after: dict[tuple[int, ...], int] = {}  # n-gram → position after its last occurrence
         self.expected: list[int] = [-1]  # token that would have been proposed at each position, −1 = none
 
@@ -95,7 +92,7 @@ class NGramIndex:
         """Index all n-grams with a following token. The last n-gram is left out, so it cannot match itself."""
         after = self.after
         for end in range(len(self.expected), len(ids)):
-            grams = [tuple(ids[end - size : end]) for size in self.sizes if size <= end]
+            grams = [tuple(ids[end - size : end]) for size in SIZES if size <= end]
             self.expected.append(next((ids[after[gram]] for gram in grams if gram in after), -1))
             after.update(dict.fromkeys(grams, end))
 
@@ -104,7 +101,7 @@ class NGramIndex:
 
         The count stops at the length of `HITS`.
         """
-        start = next((self.after[gram] for size in self.sizes if (gram := tuple(ids[-size:])) in self.after), 0)
+        start = next((self.after[gram] for size in SIZES if (gram := tuple(ids[-size:])) in self.after), 0)
         count = 0
         while count < min(start, len(HITS)) and ids[start - 1 - count] == ids[-1 - count]:
             count += 1
@@ -117,7 +114,7 @@ class NGramIndex:
         """
         if count <= 0:
             return []
-        for size in self.sizes:
+        for size in SIZES:
             start = self.after.get(tuple(ids[-size:])) if size <= len(ids) else None
             if start is not None:
                 found = ids[start : start + count]
