@@ -49,7 +49,7 @@ class LoadedAs(NamedTuple):
         consume: the target takes over the model's weights. The model must not be used afterwards.
         whole: the model has its layers.
         part: the slice of the target that the model holds; the other tensor-parallel ranks hold the rest.
-        stored: tensors of a GGUF file by parameter. The model lacks those that are `quantized_only`.
+        stored: tensors of a GGUF file by parameter. The model lacks the ones that are `quantized_only`.
     """
 
     consume: bool = False
@@ -135,10 +135,12 @@ class Target(TargetText):
     def use_adapter(self, adapter: str | None) -> None:
         """Run the steps with the LoRA adapter in the directory `adapter` (None = as the target was loaded).
 
-        If a head reads the target, it must change the layers alone (`target_adapter.check_outside`). The weights are
-        read again after the present ones are freed, so memory holds them once, and the steps are those of a target that
-        was loaded with the adapter, to the bit. A target without its layers has nothing to change. CheckpointError as
-        `load_target`, or if its files differ from those that the identity names; the steps then run as before.
+        If a head reads the target, the adapter must change the layers alone (`target_adapter.check_outside`). The
+        present weights are freed before the new ones are read, so memory never holds both. The steps equal, to the bit,
+        the steps of a target that was loaded with the adapter. A target without its layers has nothing to change.
+
+        Raises CheckpointError like `load_target`, or if the adapter's files differ from the files that the identity
+        names. The steps then run as before.
         """
         if adapter == self.adapter or not self.whole:
             return

@@ -87,8 +87,8 @@ def membership(x: Tensor, kinds: Tensor) -> Tensor:
     """p […, P] of directions x […, D], given the directions of the kinds [P, D]: a softmax of their cosines. An
     additional kind, which no arm was trained on, has the cosine `NEAR`."""
     cosines = x @ kinds.mT
-    nobody = torch.full_like(cosines[..., :1], NEAR)
-    return (torch.cat([cosines, nobody], -1) / SHARP).softmax(-1)[..., :-1]
+    unowned = torch.full_like(cosines[..., :1], NEAR)
+    return (torch.cat([cosines, unowned], -1) / SHARP).softmax(-1)[..., :-1]
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Texts:
 
     @classmethod
     def of(cls, examples: list[Example], scale: float, counted: bool) -> Self:
-        """Number and mean lengths of `examples`, each of which stands for `scale` texts."""
+        """Number and mean lengths of `examples`. Each example stands for `scale` texts."""
         count = len(examples)
         responses = sum(example.response_length for example in examples) / count
         return cls(round(scale * count), responses, sum(e.prompt_length for e in examples) / count, counted)
@@ -260,7 +260,7 @@ class PlannedTraining:
         if reads_features(self.drafter):
             found += epochs * self.scale * sum(head_attention(self.drafter, self.depth, one) for one in self.examples)
         if self.features and not self.recipe.features.is_served and self.loads_layers:
-            # A piece whose features are not kept needs the target's forward over the text before it, too.
+            # If features are not kept, a piece also needs the target's forward over the text before it.
             texts = [one.stop for one in (self.examples if self.mode == "online" else self.whole)]
             passes = epochs if self.mode == "online" else 1.0
             found += passes * self.scale * sum(forward_flops(self.outline, length) for length in texts)

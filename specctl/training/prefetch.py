@@ -38,7 +38,7 @@ class Prefetcher:
         Thread(target=self._run, args=(self._sent, indices), name="read-ahead", daemon=True).start()
 
     def take(self, indices: list[int]) -> dict[int, Features]:
-        """Return the features of those `indices` that were read ahead, and drop the rest. Re-raises an error of the
+        """Return the features that were read ahead for `indices`, and drop all others. Re-raises an error of the
         thread."""
         if self._sent is None:
             return {}

@@ -214,7 +214,8 @@ def own_share(recipe: ServerRecipe, processes: int) -> ServerRecipe:
 
 
 def tokens_to_send(example: Example) -> list[int]:
-    """Tokens to send to the server: all of the text up to the example's last, whose state no feature needs."""
+    """Tokens to send to the server: the text before the example's last token. No feature needs the state of that
+    token."""
     return list(example.text[: example.stop - 1])
 
 

@@ -172,7 +172,7 @@ class LeanModel:
             and `model` is unusable afterwards.
         part: the tensor-parallel slice of the target that `model` holds (`parallel.load_slice`). All ranks run the same
             forwards.
-        stored: `stored_weights` of the target. `model` lacks those that stay quantized.
+        stored: `stored_weights` of the target. `model` lacks the weights that stay quantized.
 
     Attributes:
         quantized: whether the layers have the quantized weights of a GGUF file.

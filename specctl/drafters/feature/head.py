@@ -270,8 +270,8 @@ class StepRows(NamedTuple):
     layout: Layout
 
     def tokens(self, embedded: Tensor) -> Tensor:
-        """Embeddings [n, H] of the tokens that the rows read, from those of all slots; past the end of a document a
-        row is invalid."""
+        """Embeddings [n, H] of the tokens that the rows read, out of the embeddings of all slots. A row past the end of
+        a document is invalid."""
         return embedded[(self.slots + self.k).clamp_max(len(embedded) - 1)]
 
 
