@@ -207,6 +207,17 @@ def test_the_pre_tokenizer_splits_digits_as_the_file_requires(directories, tmp_p
         assert len(cuts) == count
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_ids_are_those_of_the_tokenizer_in_the_file(directories, tmp_path, name):
+    """Catches a class of transformers for the model type: it normalizes texts and leaves out the first token."""
+    write(directories(name), tmp_path / "m.gguf", **{"tokenizer.pre": "llama-bpe", "tokenizer.bos": 1})
+    tokenizer = load_tokenizer(str(tmp_path / "m.gguf"))
+    decomposed = "e\u0301"
+    assert tokenizer.encode("a")[0] == 1
+    assert tokenizer.decode(tokenizer.encode(decomposed, add_special_tokens=False)) == decomposed
+    assert len(tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("123")) == 1
+
+
 def test_sentencepiece_merges_by_score():
     tokens = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁a", "▁ab"]
     scores = [0.0] * 258 + [-9.0, -8.0, -7.0, -1.0, -2.0, -3.0]

@@ -83,6 +83,8 @@ def write(directory, path, kind=Kind.F32, *, leave_out=(), beside=None, arch=Non
         writer.add_token_types([3 if number < 8 else 1 for number in range(len(tokens))])
         writer.add_token_merges([" ".join(merge) for merge in document["merges"]])
         writer.add_eos_token_id(more.get("tokenizer.eos", 3))
+        if "tokenizer.bos" in more:
+            writer.add_bos_token_id(more["tokenizer.bos"])
         if more.get("tokenizer.template", TEMPLATE):
             writer.add_chat_template(TEMPLATE)
     for key, weights in model.state_dict().items():

@@ -327,12 +327,14 @@ def load_errors(name: str) -> Iterator[None]:
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
     """Load the tokenizer of a model. CheckpointError if there is none."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            location(name), revision=revision, trust_remote_code=trust_remote_code
-        )
+        where = location(name)
+        if is_gguf(name):  # for some model types AutoTokenizer replaces the splits and ends that the file requires
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(where)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
         vocabulary = tokenizer.encode("a", add_special_tokens=False)
     except Exception as error:  # files can make the libraries raise anything
         reason = brief(" ".join(str(error).split()) or type(error).__name__, LONGEST_LINE)  # of many short lines
