@@ -22,6 +22,7 @@ from specctl.recipe import TrainRecipe
 from specctl.training.balancing import Batch, balanced_rows, batches, rebalance, useful_share
 from specctl.training.example import Example
 from specctl.training.feature_files import ON_DISK, fp8_share
+from specctl.training.features import CHUNK_TOKENS, HEAD_ROWS, PASS_TOKENS
 from specctl.training.machine import DEVICES, GB, Machine, machine_for
 from specctl.training.optimizers import is_embedding_like
 from specctl.training.pieces import Cut
@@ -37,8 +38,6 @@ from specctl.training.step_cost import (
 from specctl.training.target_outline import Outline
 
 HEADROOM = 0.9  # usable share of a GPU's memory: CUDA context, collective buffers and fragmentation take the rest
-FORWARD_TOKENS = 16_384  # most tokens, padding included, in one forward of the target
-HEAD_ROWS = 4096  # most rows of target logits at a time
 STEP_SECONDS = 0.05  # least time of a step on GPUs: kernel launches, gradient exchange, host work
 SPREAD = 0.4  # response lengths lie within the mean ± this share of the mean
 SAMPLE = 2048  # number of texts that represent all texts
@@ -411,8 +410,10 @@ def activation_bytes(drafter: nn.Module, tokens: float, passes: float, texts: Te
 
 
 def forward_bytes(outline: Outline, machine: Machine, longest: int) -> float:
-    """Peak bytes of one forward of the target over `FORWARD_TOKENS` tokens, or over a chunk of the `longest` text: KV
+    """Peak bytes of one forward of the target over `PASS_TOKENS` tokens, or over a chunk of the `longest` text: KV
     cache of all its tokens, one layer, some logits."""
+    kind = "cpu" if machine.gpu == "cpu" else "cuda"
+    rows = max(PASS_TOKENS[kind], min(longest, CHUNK_TOKENS[kind]))
     config, size, width = outline.config, outline.dtype.itemsize, outline.hidden_size
     heads, dim = _heads(outline)
     heads = getattr(config, "num_key_value_heads", None) or heads
@@ -420,8 +421,8 @@ def forward_bytes(outline: Outline, machine: Machine, longest: int) -> float:
     layer = 2 * heads * dim * size
     if machine.shards > 1 or lean.unsupported_reason(config):
         layer += width * size  # transformers returns the states of all layers
-    cached = layer * outline.num_layers / machine.shards * max(FORWARD_TOKENS, longest)
-    return cached + FORWARD_TOKENS * (3 * inner * size + 12 * width) + HEAD_ROWS * outline.vocab_size * (size + 4)
+    cached = layer * outline.num_layers / machine.shards * max(rows, longest)
+    return cached + rows * (3 * inner * size + 12 * width) + HEAD_ROWS * outline.vocab_size * (size + 4)
 
 
 def advice(memory: dict[str, float], room: float, recipe: TrainRecipe, machine: Machine, batch: int) -> list[str]:

@@ -127,6 +127,17 @@ def test_features_in_memory_count_as_host_memory():
         assert kept == cached if more == 1 else kept > more * cached
 
 
+def test_a_cpu_runs_the_target_over_one_text_at_a_time():
+    """Memory for a GPU's batch of texts was 4.6 GB for a target of 0.6 B parameters, where it takes 0.5."""
+    device, short, long = (
+        estimate(TrainRecipe(), LLAMA31_8B, machine, texts).memory_gb["target's forward"]
+        for machine, texts in ((h100(), TEXTS), (CPU, TEXTS), (CPU, replace(TEXTS, prompt_tokens=1500)))
+    )
+    logits = 512 * 128256 * 4 / 1e9  # in fp32, before they are rounded or beside the rounded ones
+    assert logits < short < logits + 0.9 < device / 3
+    assert short < long < device
+
+
 def test_a_target_that_does_not_fit_is_loaded_without_its_layers():
     """If features come from elsewhere, 2.1 B of 70.6 B parameters are loaded; a target that fits is loaded whole."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
