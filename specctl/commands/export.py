@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from specctl.decoding.models.loading import load_tokenizer
 from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.card import adapters_of, model_card
+from specctl.drafters.card import adapters_of, model_card, shown_name
 from specctl.drafters.retrieval.datastore import Datastore
 from specctl.engines.client import Client
 from specctl.engines.corpora import PublishedCorpus
@@ -91,7 +91,8 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         _write(files, draft, facts, recipe.target.trust_remote_code)
         write_record(draft, recipe, drafter, serving.commands)
         name = recipe.push or place.name
-        commands = [command.replace(str(place), name) for command in serving.commands]
+        target = shown_name(facts.name)
+        commands = [command.replace(str(place), name).replace(facts.name, target) for command in serving.commands]
         atomic_write(draft / checkpoint.CARD, model_card(name, drafter.config, drafter.info, recipe.to, commands))
         if schedule and recipe.to == "sglang":
             atomic_write(

@@ -28,7 +28,7 @@ def model_card(
     """
     target, family = config.get("target", {}), config.get("family")
     path = str(target.get("name"))
-    base = path if is_hub_id(path) else Path(path).name
+    base = shown_name(path)
     if commands is None:
         commands = [f'specctl generate "your prompt" --target {base} --drafter PATH']
     licence = str(info.get("licence", ""))
@@ -58,6 +58,11 @@ def model_card(
         + (f"Training:\n\n{facts}\n" if facts else "")
         + ("" if head["license"] else "The license is that of the target, unless the training data ask for more.\n")
     )
+
+
+def shown_name(target: str) -> str:
+    """Name of a target without the directories of this machine."""
+    return target if is_hub_id(target) else Path(target).name
 
 
 def adapters_of(identity: Mapping[str, Any]) -> dict[str | None, str | None]:

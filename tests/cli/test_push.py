@@ -9,6 +9,7 @@ from threading import Thread
 import pytest
 import yaml
 
+from specctl.decoding.models.loading import builtin_path
 from specctl.drafters.card import model_card
 from tests.measuring.streams import write_head
 
@@ -116,7 +117,8 @@ def test_the_exported_files_are_uploaded(specctl, hub, head, tmp_path):
     assert hub.created[0].get("private") or hub.created[0].get("visibility") == "private"
     assert hub.files == {name: (out / name).read_bytes() for name in ("README.md", "config.json", "model.safetensors")}
     card = hub.files["README.md"].decode()
-    assert "team/head" in card and str(tmp_path) not in card
+    assert "team/head" in card and "vllm serve builtin " in card
+    assert str(tmp_path) not in card and str(builtin_path()) not in card
     assert '"model": "team/head"' in card, "the serving command names the repository"
 
 
