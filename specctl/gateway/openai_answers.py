@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,10 +11,10 @@ from specctl.decoding.logprobs import TokenLogprob
 from specctl.decoding.records import Decoded
 from specctl.gateway import tool_calls
 from specctl.gateway.engine_thread import TextPart
+from specctl.gateway.token_text import TokenTexts
 from specctl.gateway.tool_calls import HeldCalls
 
 CALLED = "tool_calls"  # how an answer ends that calls tools
-TokenText = Callable[[int], str]
 
 
 @dataclass
@@ -56,10 +56,8 @@ class AnswerFormat:
     `most_calls`: number of tool calls that are read from the text of an answer; further calls are left out. None = all.
     """
 
-    def __init__(
-        self, chat: bool, model: str, token_text: TokenText, wants_logprobs: bool, *, most_calls: int | None = 0
-    ):
-        self.chat, self.model, self.token_text, self.wants_logprobs = chat, model, token_text, wants_logprobs
+    def __init__(self, chat: bool, model: str, tokens: TokenTexts, wants_logprobs: bool, *, most_calls: int | None = 0):
+        self.chat, self.model, self.tokens, self.wants_logprobs = chat, model, tokens, wants_logprobs
         self.most_calls = most_calls
         self._held: dict[int, HeldCalls] = {}
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -140,8 +138,7 @@ class AnswerFormat:
 
     def _chat_logprobs(self, found: list[TokenLogprob]) -> dict[str, Any]:
         def shown(token: int, logprob: float) -> dict[str, Any]:
-            text = self.token_text(token)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            return {"token": self.tokens.text(token), "logprob": logprob, "bytes": self.tokens.bytes(token)}
 
         return {
             "content": [
@@ -151,7 +148,7 @@ class AnswerFormat:
         }
 
     def _completion_logprobs(self, found: list[TokenLogprob], offset: int) -> dict[str, Any]:
-        tokens = [self.token_text(one.token) for one in found]
+        tokens = [self.tokens.text(one.token) for one in found]
         offsets = list(_offsets(tokens, offset))
         tops = [self._alternatives(one) if one.top else {} for one in found]
         return {
@@ -166,14 +163,14 @@ class AnswerFormat:
         with text that may be held back."""
         if part.logprobs is None:
             return len(part.text)
-        return sum(len(self.token_text(one.token)) for one in part.logprobs)
+        return sum(len(self.tokens.text(one.token)) for one in part.logprobs)
 
     def _alternatives(self, one: TokenLogprob) -> dict[str, float]:
         """Log probabilities of the drawn token and of the likeliest ones. If several tokens have the
         same text, the likeliest of them counts."""
         shown: dict[str, float] = {}
         for token, logprob in [(one.token, one.logprob), *one.top]:
-            shown.setdefault(self.token_text(token), logprob)
+            shown.setdefault(self.tokens.text(token), logprob)
         return shown
 
 

@@ -1,7 +1,6 @@
 """Back end with an engine in this process."""
 
 import asyncio
-import functools
 import itertools
 import time
 from collections.abc import AsyncIterator
@@ -23,6 +22,7 @@ from specctl.gateway.openai_answers import AnswerFormat, PartialAnswer, Usage
 from specctl.gateway.openai_errors import ApiError
 from specctl.gateway.openai_requests import ChatRequest, CompletionRequest, TextsRequest
 from specctl.gateway.sse import DONE, EventResponse, event
+from specctl.gateway.token_text import TokenTexts
 from specctl.recipe.serve import ServeRecipe
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -44,7 +44,7 @@ class OwnEngine:
         # Tokenizing a long prompt takes seconds, in which other requests must go on.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._longest_token = max(map(len, target.tokenizer.get_vocab()), default=1)
-        self._token_text = functools.lru_cache(65536)(self._text_of_token)
+        self._token_texts = TokenTexts(target.tokenizer)
         self._queries = itertools.count()
         self._shows_tools = False  # whether a request has shown that the chat template renders tools
 
@@ -66,7 +66,7 @@ class OwnEngine:
         usage = Usage(sum(map(len, prompts)))
         self.meter.prompt_tokens.inc(usage.prompt)
         calls = asked.most_calls if isinstance(asked, ChatRequest) else 0
-        form = AnswerFormat(chat, self.name, self._token_text, asked.alternatives is not None, most_calls=calls)
+        form = AnswerFormat(chat, self.name, self._token_texts, asked.alternatives is not None, most_calls=calls)
         for generation in generations:
             self.thread.submit(generation)
         if asked.stream:
@@ -251,9 +251,6 @@ class OwnEngine:
         if asked.counts_usage:
             yield form.usage(usage, stats)
         yield DONE
-
-    def _text_of_token(self, token: int) -> str:
-        return str(self.target.tokenizer.decode([token]))
 
 
 def _api_error(error: Exception) -> ApiError:

@@ -4,6 +4,8 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from specctl.gateway.tool_calls import MARKS
+
 UNFINISHED = "\ufffd"  # how a tokenizer shows the bytes of a character that is not complete
 
 Decode = Callable[[list[int]], str]
@@ -12,14 +14,16 @@ Decode = Callable[[list[int]], str]
 def decoder(tokenizer: Any) -> Decode:
     """Function that decodes ids without special tokens, on a copy of the tokenizer, for a thread of its own.
 
-    The Rust tokenizer is called directly if the Python class would add nothing: that takes a tenth of the time.
+    The Rust tokenizer is called directly if the Python class would add nothing: that takes a tenth of the time. Marks
+    of tool calls are text, also for a tokenizer that has them as special tokens.
     """
+    added = tokenizer.added_tokens_decoder.items()
+    special = {id for id, token in added if token.special} | {*tokenizer.all_special_ids}
+    hidden = special - {id for id, token in added if token.content in MARKS}
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        slow = copy.deepcopy(tokenizer)
-        return lambda ids: str(slow.decode(ids, skip_special_tokens=True))
-    own = copy.deepcopy(fast)
-    return lambda ids: str(own.decode(ids, skip_special_tokens=True))
+    cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+    own = copy.deepcopy(tokenizer if fast is None or cleans else fast)
+    return lambda ids: str(own.decode([id for id in ids if id not in hidden], skip_special_tokens=False))
 
 
 class TextStream:

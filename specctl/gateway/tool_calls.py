@@ -10,15 +10,17 @@ from typing import Any, NamedTuple
 
 from specctl.distillation.messages import checked_messages
 
-OPENING = "<tool_call>"
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>\s*", re.DOTALL)
+OPENING, CLOSING = MARKS = "<tool_call>", "</tool_call>"
+_CALL = re.compile(r"<tool_call>\s*(?=\{)")
+_END = re.compile(r"\s*(?:</tool_call>\s*|\Z)")  # models forget the mark after the last call
+_JSON = json.JSONDecoder(strict=False)  # models write line breaks of code as they are
 
 
 class ParsedAnswer(NamedTuple):
     """An answer that calls tools.
 
     Attributes:
-        content: the text before the calls, or None.
+        content: the text before and after the calls, or None.
         calls: the calls in OpenAI's form; their arguments are strings of JSON.
     """
 
@@ -27,26 +29,26 @@ class ParsedAnswer(NamedTuple):
 
 
 def parse(text: str) -> ParsedAnswer | None:
-    """The tool calls at the end of a text. Returns None if there are none, or if anything else is among them."""
+    """The tool calls of a text. Returns None if there are none, or if one is damaged or stands after other text."""
     before, opening, rest = text.partition(OPENING)
-    if not opening:
-        return None
     rest, calls = opening + rest, []
-    while rest:
-        found = _CALL.match(rest)
-        if found is None:
-            return None
+    while begun := _CALL.match(rest):
         try:
-            wrote = json.loads(found[1])
-            said = {"role": "assistant", "tool_calls": [{"name": wrote["name"], "arguments": wrote.get("arguments")}]}
+            wrote, end = _JSON.raw_decode(rest, begun.end())
+            arguments = wrote["arguments"] if len(wrote) > 1 else {}  # a function may have none
+            said = {"role": "assistant", "tool_calls": [{"name": wrote["name"], "arguments": arguments}]}
             (call,) = checked_messages([said])[0]["tool_calls"]
         except (ValueError, KeyError, RecursionError):
             return None
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        function = {"name": call["function"]["name"], "arguments": arguments}
+        closed = _END.match(rest, end)
+        if closed is None:
+            return None
+        function = call["function"] | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
         calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
-        rest = rest[found.end() :]
-    return ParsedAnswer(before.rstrip() or None, calls)
+        rest = rest[closed.end() :]
+    if not calls or OPENING in rest:
+        return None
+    return ParsedAnswer("\n".join(filter(None, (before.rstrip(), rest))) or None, calls)
 
 
 class HeldCalls:
@@ -63,7 +65,9 @@ class HeldCalls:
     def end(self, finish: str) -> tuple[str, list[dict[str, Any]]]:
         """The rest of the text, and the calls. Without calls the rest has the text that looked like them."""
         parsed = parse(self._text) if finish == "stop" else None
-        return ("", parsed.calls) if parsed else (self._send(len(self._text)), [])
+        if parsed is None:
+            return self._send(len(self._text)), []
+        return (parsed.content or "")[self._sent :], parsed.calls
 
     def _safe(self) -> int:
         """Number of characters before a possible call and the whitespace in front of that call."""

@@ -1,6 +1,7 @@
 """The gateway gives the texts of `generate`, and no request affects another."""
 
 import asyncio
+import copy
 import functools
 import json
 import math
@@ -305,6 +306,18 @@ def test_the_decoder_equals_the_tokenizer(target):
     ids = target.tokenizer.encode("SELECT a , b . c FROM d ; it 's é\n")
     ids = [*ids, *target.eos_ids, *ids]
     assert decoder(target.tokenizer)(ids) == target.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_marks_of_tool_calls_are_text(target):
+    """Some tokenizers have them as special tokens. They were left out, so that no call was found."""
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    text = '<tool_call>{"name": "f"}</tool_call>'
+    ids = [*tokenizer.encode(text), *target.eos_ids]
+    assert tokenizer.decode(ids, skip_special_tokens=True) != text
+    for cleans in (False, True):
+        tokenizer.clean_up_tokenization_spaces = cleans
+        assert decoder(tokenizer)(ids) == text
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -103,11 +103,36 @@ OTHER = {
     "no name": '<tool_call>{"arguments": {}}</tool_call>',
     "a list": '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
     "NaN": '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
-    "text after it": ONE + " done",
+    "text between calls": ONE + " and " + ONE,
+    "other text after the mark": ONE[: ONE.rindex("<")] + "} </tool_call>",
+    "arguments of another name": '<tool_call>{"name": "f", "parameters": {"city": "x"}}</tool_call>',
     "another form": "[get_weather(city='x')]",
     "deep": '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}</tool_call>",
     "the beginning of a mark": "1 < 2 <tool",
 }
+
+
+CALLS = {
+    "text after it": (TWO + "Done.", "So:\nDone."),
+    "no end mark": (TWO.rstrip().removesuffix("</tool_call>"), "So:"),
+    "an end mark in a string": ('<tool_call>{"name": "f", "arguments": {"a": "{} </tool_call>"}}</tool_call>', "So:"),
+    "a line break in a string": ('<tool_call>{"name": "f", "arguments": {"a": "1\n\t2"}}</tool_call>', "So:"),
+    "no arguments": ('<tool_call>{"name": "f"}</tool_call>', "So:"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_models_write_carelessly_are_read(script, name):
+    """These calls stayed text, so that an agent ended there."""
+    text, content = CALLS[name]
+    app, _ = script("So: \n" + text, 5)
+    whole, parts = answers(app, chat(tools=TOOLS))
+    streamed = [call for part in parts for call in part["delta"].get("tool_calls", [])]
+    known = [call["function"] for call in whole["message"]["tool_calls"]]
+    assert known == [call["function"] for call in streamed]
+    assert all(isinstance(json.loads(one["arguments"]), dict) for one in known)
+    assert whole["message"]["content"] == content == "".join(part["delta"].get("content", "") for part in parts)
+    assert whole["finish_reason"] == parts[-1]["finish_reason"] == "tool_calls"
 
 
 def test_a_client_can_ask_for_one_call(script):
@@ -150,14 +175,14 @@ def answers(app, body):
 
 def test_text_is_held_back_only_for_calls():
     """Held text is sent at the end, in order and once."""
-    for text in ("a < b <t <tool_call x", "ends with space \n ", "<", TWO, "x" + TWO):
+    for text in ("a < b <t <tool_call x", "ends with space \n ", "<", TWO, "x" + TWO, TWO + "y", "x" + TWO + "y"):
         for size in (1, 2, 11, 99):
             held = HeldCalls()
             sent = "".join(held.add(text[at : at + size]) for at in range(0, len(text), size))
             assert "<tool_call>" not in sent and not sent.endswith((" ", "\n"))
             rest, calls = held.end("stop")
             parsed = tool_calls.parse(text)
-            assert (sent + rest == text and not calls) if parsed is None else (sent or None) == parsed.content
+            assert (sent + rest == text and not calls) if parsed is None else (sent + rest or None) == parsed.content
             assert len(calls) == (len(parsed.calls) if parsed else 0)
 
 
