@@ -243,6 +243,10 @@ def test_a_split_model_is_loaded_from_all_its_parts(directories, tmp_path):
     refused(parts[0], parts[1].name, "missing", "llama-gguf-split --merge")
 
 
+def test_a_directory_with_a_gguf_file_is_refused_with_the_name_of_the_file(file):
+    refused(file.parent, "has no config.json", f"--target {file}")
+
+
 def test_the_rope_factor_is_read_from_the_tensor(directories, tmp_path):
     """Llama 3's RoPE factor is in no header: files with equal headers can have different factors."""
     original = write(directories("llama3"), tmp_path / "first.gguf")

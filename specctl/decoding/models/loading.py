@@ -103,6 +103,8 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         hint = "give the directory that contains config.json"
         if (Path(where) / supported.ADAPTER).is_file():
             hint = f"it is an adapter: --target BASE --target-adapter {name}"
+        elif files := sorted(Path(where).glob("*.gguf")):
+            hint = f"--target {files[0]}"
         raise CheckpointError(f"{name} is not a model directory: it has no config.json", hint)
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
