@@ -84,7 +84,7 @@ class BatchSelector(Controller):
             self._withdraw()
 
     def choose(self, state: DecodeState) -> Proposer | None:
-        if not state.at_rest and any(chosen.game.awaits_first_reward for chosen in self._chosen):
+        if not state.at_rest and any(chosen.game.awaits_reward for chosen in self._chosen):
             return None
         if len(self._chosen) == state.pending:  # otherwise it has chosen before a wait
             game = self._game(load_bucket(len(state.live)))

@@ -114,9 +114,9 @@ class Selector(Controller):
     each text without a key. Games share no knowledge.
 
     Unless rewards are block divergences, rounds can run on the device (`accepts_late_counts`), and the controller hears
-    of each round one round late. There are three exceptions, in which it waits for all pending rounds: a round that an
-    arm plays for the first time in a bandit's game, a round after which idle arms are scored, and a round in which a
-    text switches to another arm.
+    of each round one round late. There are four exceptions, in which it waits for all pending rounds: a round that an
+    arm plays for the first time in a bandit's game, a round of arms that take turns, a round after which idle arms are
+    scored, and a round in which a text switches to another arm.
 
     Args:
         arms: the choices, in the order of the policy's arms.
@@ -213,7 +213,7 @@ class Selector(Controller):
 
     def choose(self, state: DecodeState) -> Proposer | None:
         plays = [self.plays[state.rows[b]] for b in state.live]
-        if not state.at_rest and any(play.to_score or play.game.awaits_first_reward for play in plays):
+        if not state.at_rest and any(play.to_score or play.game.awaits_reward for play in plays):
             return None
         for b, play in zip(state.live, plays, strict=True):
             if play.prompt is None and self.memory is not None and play.reader is not None:

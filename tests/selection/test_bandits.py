@@ -132,6 +132,26 @@ def test_literal_halving_keeps_the_worse_half_and_two_arms():
     assert [halvings(N, literal=True) for N in (1, 2, 5, 7, 8)] == [0, 1, 2, 2, 3]
 
 
+@pytest.mark.parametrize("name", ["metasd-sh", "metasd-petc"])
+def test_halving_pulls_all_survivors_equally_often_if_rewards_are_late(name):
+    """On a device, a round is chosen before the reward of the round before arrives. The first survivor was once pulled
+    twice in a row, and the last one once less: of four arms, the best was kept in 56 instead of 61 % of the games."""
+    arms = Arms(4, 4, seed=0)
+    policy = build(name, arms, PolicyRecipe(period=3, petc_c=8.0))
+    game = Game(policy, rules_for(name, GameRecipe(reward="tokens"), 4), arms)
+    pulls, waiting = [], []
+    while len(policy.alive) == 4:
+        if waiting and game.awaits_reward:
+            game.round_finished(waiting.pop(), Outcome(3, 2))
+            continue
+        pulls.append(game.choose())
+        waiting.insert(0, pulls[-1])
+        if len(waiting) > 1:
+            game.round_finished(waiting.pop(), Outcome(3, 2))
+    assert len({pulls.count(arm) for arm in range(4)}) == 1
+    assert pulls[:8] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
 def test_literal_halving_uses_only_the_pulls_since_the_last_halving():
     """Our default uses all pulls of an arm, because one stage has few."""
     alive = {}

@@ -23,6 +23,8 @@ PLAIN = {"hybrid_rounds": 0, "warmup_rounds": 0, "batch_rounds": 1, "tokens_per_
 class Spy:
     """Records rewards and losses, and plays the arms in turn."""
 
+    takes_turns = False  # it chooses without rewards
+
     def __init__(self, learns, scale="unit"):
         self.learns, self.scale = learns, scale
         self.told = []

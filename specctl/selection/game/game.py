@@ -128,10 +128,12 @@ class Game:
         return len(self.log) - len(self._open)
 
     @property
-    def awaits_first_reward(self) -> bool:
-        """Whether an arm without any reward plays an unfinished round. A bandit that chose without this reward would
-        try the arm once more."""
-        return self.policy.learns == "reward" and any(not self._played[entry.arm] for entry in self._open)
+    def awaits_reward(self) -> bool:
+        """Whether a bandit must hear of its unfinished rounds before it chooses again. Otherwise it would try an arm
+        without any reward once more, or play arms that take turns unequally often."""
+        if self.policy.learns != "reward" or not self._open:
+            return False
+        return self.policy.takes_turns or any(not self._played[entry.arm] for entry in self._open)
 
     def round_finished(self, arm: int, outcome: Outcome) -> Round:
         """Finish the oldest chosen round, which was a round of this arm; return its entry in the log."""

@@ -38,6 +38,10 @@ class SequentialHalving(Policy):
         self.left = halvings(arms.count, options.literal)
         self.pulled = 0  # since the last halving
 
+    @property
+    def takes_turns(self) -> bool:
+        return len(self.alive) > 1
+
     def _pulls(self) -> int:
         """Number of pulls of each survivor before the next halving."""
         return self.options.period

@@ -67,6 +67,11 @@ class Policy(ABC):
         self._weights: Numbers | None = None
         self._cumulated: Numbers | None = None
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether arms are pulled in turn, so that the next choice needs the rewards of all earlier rounds."""
+        return False
+
     @abstractmethod
     def _weigh(self) -> Numbers:
         """[N] probabilities; called once after a change."""
