@@ -118,7 +118,8 @@ def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str
         raise OSError(str(error)) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    for old in _found(root)[keep:]:
+    # A later checkpoint is one that a resumed run has found damaged: it must not take the place of an intact one.
+    for old in [path for path in _found(root) if path.name <= place.name][keep:]:
         shutil.rmtree(old, ignore_errors=True)
 
 

@@ -99,6 +99,16 @@ def test_checkpoints_are_readable_by_their_owner_only(tmp_path):
     assert (tmp_path / "new").stat().st_mode & 0o077 == 0
 
 
+def test_a_damaged_checkpoint_does_not_displace_an_intact_one(tmp_path):
+    """A run that resumed before the damaged checkpoint once deleted its own, if it was stopped before that step."""
+    make(tmp_path, 10)
+    (make(tmp_path, 20) / "model.pt").unlink()
+    checkpoint.save_tensors(tmp_path, 15, {"step": 15}, {"x": torch.ones(2)}, keep=1)
+    path, state = checkpoint.newest(tmp_path, RunState)
+    assert (path.name, state.step) == ("step-00000015", 15)
+    assert not (tmp_path / "step-00000010").exists()
+
+
 def test_only_damaged_checkpoints_are_an_error(tmp_path):
     (make(tmp_path, 10) / "model.pt").unlink()
     with pytest.raises(CheckpointError, match=r"all checkpoints .* are damaged"):
