@@ -68,6 +68,7 @@ class Fixed(Controller):
 class PerSequence(Proposer):
     """Proposer with a drafter per sequence of the batch: `drafters[b]`.
 
+    A sampled draft loses its distributions here, so the match rule verifies it: other drafts of the batch have none.
     Every drafter in use drafts for the whole batch. A forward of eight rows costs little more than one row, while
     splitting the batch would cost one forward per sequence.
     """
