@@ -42,8 +42,12 @@ def prefill(
     (logits [n, V] of each prompt's last token, h [n, P, H], taps [n, P, F]). Positions that were not run, and padding,
     are zero.
 
-    On a CPU, prompts run one by one: batching gains nothing there, and padding is work.
+    On a CPU, prompts run one by one: batching gains nothing there, and padding is work. Equal prompts run once.
     """
+    places_of: dict[tuple[int, ...], int] = {}
+    origins = [places_of.setdefault(tuple(prompt), place) for place, prompt in enumerate(prompts)]
+    if model.device.type == "cpu" and starts is None and len(places_of) < len(prompts):
+        return _prefill_once(model, prompts, cache, taps, slots, origins)
     lengths = [len(prompt) for prompt in prompts]
     logits: list[Tensor] = []
     hidden: Tensor | None = None
@@ -69,6 +73,26 @@ def prefill(
         logits.append(model.logits(hidden[torch.tensor([*places], device=model.device), last]))
     assert hidden is not None
     return torch.cat(logits), hidden, tapped
+
+
+def _prefill_once(
+    model: Model,
+    prompts: list[list[int]],
+    cache: KVCache,
+    taps: tuple[int, ...],
+    slots: list[int],
+    origins: list[int],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`prefill` for prompts of which some are equal: prompt i equals prompt `origins[i]`, the first of its kind."""
+    first = sorted({*origins})
+    logits, hidden, tapped = prefill(
+        model, [prompts[place] for place in first], cache, taps, [slots[place] for place in first]
+    )
+    for place, origin in enumerate(origins):
+        if place != origin:
+            cache.set_first_rows(slots[place], cache.first_rows(slots[origin], len(prompts[origin])))
+    rows = torch.tensor([first.index(origin) for origin in origins])
+    return logits[rows], hidden[rows], None if tapped is None else tapped[rows]
 
 
 def _stored(

@@ -195,6 +195,28 @@ def test_logits_and_states_equal_transformers(family, directory, target, model):
         torch.testing.assert_close(tapped[b], states[len(prompt) :], **CLOSE)
 
 
+def test_equal_prompts_run_once(target, monkeypatch):
+    """Several answers to one prompt cost a prefill each."""
+    prompts, taps = [PROMPTS[1], PROMPTS[0], PROMPTS[1], PROMPTS[1]], (1,)
+    wanted = [target.prefill([prompt], target.new_cache(1, 64), taps) for prompt in prompts]
+    rows, forward = [], target.model.forward
+
+    def counted(tokens, *more):
+        rows.append(tokens.numel())
+        return forward(tokens, *more)
+
+    monkeypatch.setattr(target.model, "forward", counted)
+    cache = target.new_cache(5, 64)
+    logits, hidden, tapped = target.prefill(prompts, cache, taps, [4, 0, 1, 3])
+    assert rows == [len(PROMPTS[1]), len(PROMPTS[0])]
+    for place, (prompt, (one, states, features)) in enumerate(zip(prompts, wanted, strict=True)):
+        size = len(prompt)
+        assert torch.equal(logits[place], one[0]) and torch.equal(hidden[place, :size], states[0])
+        assert torch.equal(tapped[place, :size], features[0])
+    for slot in (1, 3):
+        assert torch.equal(cache.first_rows(slot, len(PROMPTS[1])), cache.first_rows(4, len(PROMPTS[1])))
+
+
 def test_norm_weight_is_the_factor_of_the_final_norm(family, target, model):
     """Drafters initialize their norm with this factor. Gemma stores the factor minus one."""
     norm = getattr(getattr(model, "model", None), "norm", None)
