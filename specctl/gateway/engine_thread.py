@@ -129,6 +129,8 @@ class EngineThread:
         self.engine, self.meter, self.drafter, self.on_death = engine, meter, drafter, on_death
         self.open: set[Generation] = set()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._arrived: list[Generation] = []  # texts that the engine does not know yet
+        self._began = False  # whether texts were added before the last step
         self._active: dict[int, Generation] = {}
         self._by_query: dict[str, Generation] = {}
         self._decode = decoder(engine.target.tokenizer)
@@ -192,17 +194,36 @@ class EngineThread:
             self._threads.close()
 
     def _take_commands(self) -> bool:
-        """Carry out the event loop's commands; wait for one if the engine is idle. Returns False at the end."""
-        while not self.engine.busy or not self._commands.empty():
-            command, generation = self._commands.get()
-            if generation is None:
-                return False
-            if command == "add":
-                self._add(generation, generation.request)
-            else:
-                self._cancel(generation)
+        """Carry out the event loop's commands; wait for one if there is nothing to do. Returns False at the end."""
+        while True:
+            while not (self.engine.busy or self._arrived) or not self._commands.empty():
+                command, generation = self._commands.get()
+                if generation is None:
+                    return False
+                if command == "add":
+                    self._arrived.append(generation)
+                else:
+                    self._cancel(generation)
+            self._begin_texts()
             self._deliver()
-        return True
+            if self.engine.busy:
+                return True
+
+    def _begin_texts(self) -> None:
+        """Add texts that have arrived to the engine.
+
+        On a CPU, prompts run one by one. There, the texts of one request are added at a time, after a round of the
+        texts that are running: otherwise these, and the first of several prompts, would wait for all prompts.
+        """
+        on_cpu = self.engine.target.device.type == "cpu"
+        if on_cpu and self._began and self.engine.texts:
+            self._began = False
+            return
+        begun = [one for one in self._arrived if not on_cpu or one.channel is self._arrived[0].channel]
+        self._began = bool(begun)
+        for generation in begun:
+            self._arrived.remove(generation)
+            self._add(generation, generation.request)
 
     def _count_threads(self) -> None:
         """Compute with as many threads as the batch keeps busy."""
@@ -228,6 +249,10 @@ class EngineThread:
             self._by_query[request.label.query] = generation
 
     def _cancel(self, generation: Generation) -> None:
+        if generation in self._arrived:
+            self._arrived.remove(generation)
+            self.meter.finished("abort")
+            return
         for id, known in self._active.items():
             if known is generation:
                 self.engine.cancel(id)
@@ -326,9 +351,9 @@ class EngineThread:
         while not self._commands.empty():
             command, generation = self._commands.get()
             if command == "add" and generation is not None:
-                self._active[-1 - len(self._active)] = generation
+                self._arrived.append(generation)
         self._parts.clear()
-        for generation in self._active.values():
+        for generation in [*self._active.values(), *self._arrived]:
             self._fail(generation, RuntimeError(where(error)))
         self._deliver()
 

@@ -17,9 +17,10 @@ from specctl.commands.generate import generate
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine, decode
 from specctl.decoding.records import Request
-from specctl.decoding.sampling import Sampling
+from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters import pool
 from specctl.gateway.choosing import controller_for
+from specctl.gateway.engine_thread import Channel, EngineThread, Generation
 from specctl.gateway.text_stream import decoder
 from specctl.recipe import DraftingRecipe, GenerateRecipe, ServeRecipe
 from specctl.selection.certificate import Certificate
@@ -166,7 +167,7 @@ def test_events_count_tokens_if_asked(make_gateway, logprobs):
     body = chat(temperature=0, logprobs=logprobs, stream=True)
     options = {"include_usage": True, "continuous_usage_stats": True}
     gateway = make_gateway()
-    counted, plain = gateway.ask(CHAT, body | {"stream_options": options}, body)
+    (counted,), (plain,) = gateway.ask(CHAT, body | {"stream_options": options}), gateway.ask(CHAT, body)
     first, *parts, last = pieces(counted.text)
     assert "usage" not in first and last["choices"] == []
     numbers = [one["usage"]["completion_tokens"] for one in parts]
@@ -299,6 +300,28 @@ def test_the_openai_client_works(make_gateway):
                 return await asyncio.gather(*[http.chat.completions.create(**ask) for _ in range(4)])
 
         assert {one.choices[0].message.content for one in asyncio.run(at_once())} == {text}
+
+
+def test_prompts_do_not_wait_for_each_other(target, make_gateway, monkeypatch):
+    """On a CPU, the first of several prompts waited until all had been read, and so did running texts."""
+    gateway = make_gateway()
+    engine, begun = Engine(target), []
+    thread, step = EngineThread(engine, gateway.meter, "plain"), engine.step
+    monkeypatch.setattr(engine, "step", lambda: begun.append(len(engine.waiting)) or step())
+
+    async def work():
+        channels = [Channel() for _ in range(4)]
+        texts = [Generation(Request([5, 6, 7], GREEDY, 8), channel) for channel in [channels[0], *channels]]
+        for text in texts:
+            thread.submit(text)
+        thread.cancel(texts[2])
+        thread.start()
+        while any(text in thread.open for text in texts):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(work())
+    thread.stop()
+    assert begun[:5] == [2, 0, 1, 0, 1] and sum(begun) == 4, "two texts of a request, and one of each other but one"
 
 
 def test_the_decoder_equals_the_tokenizer(target):
