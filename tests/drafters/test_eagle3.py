@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specctl.decoding.models.linear import DraftLinear, Linear
 from specctl.decoding.models.loading import cpu_has_bf16
@@ -12,6 +13,7 @@ from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Head
+from specctl.drafters.feature import fusion
 from specctl.drafters.tree import TreeShape
 from specctl.kernels import native
 from specctl.recipe import DrafterRecipe
@@ -268,6 +270,30 @@ def test_drafts_stay_in_the_draft_vocabulary(target, head, prompts):
 
 
 GREEDILY = dict(sampling=GREEDY, max_new_tokens=24)
+
+
+class Sizes(TorchDispatchMode):
+    """Records the number of elements of every tensor that an operation returns, views excepted."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.sizes.append(result.numel())
+        return result
+
+
+def test_only_the_finished_table_of_tokens_is_in_memory_whole(target, head, monkeypatch):
+    """The norm of the whole table took 2 GB with 151,936 tokens of 896 numbers."""
+    whole = Eagle3Drafter(head, target, TreeShape(4, 2, 6, 2, 0.0)).token_input
+    monkeypatch.setattr(fusion, "TABLE_ROWS", 1000)
+    with Sizes() as found:
+        drafter = Eagle3Drafter(head, target, TreeShape(4, 2, 6, 2, 0.0))
+    assert torch.equal(drafter.token_input, whole)
+    assert sum(size >= whole.numel() for size in found.sizes) == 1
 
 
 @pytest.fixture(scope="module")

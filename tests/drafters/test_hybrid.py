@@ -410,6 +410,11 @@ class TestStream:
 
 
 class TestCosts:
+    @pytest.fixture(autouse=True)
+    def idle(self, monkeypatch):
+        """Costs that were measured beside busy processes are not saved."""
+        monkeypatch.setattr(costs.threads.OtherProcesses, "busy", lambda self: 0.0)
+
     def test_round_costs_are_interpolated_and_extrapolated(self):
         known = Costs((1.0, 1.5, 1.6, 1.8, 2.2, 3.0, 6.1), first=0.2, level=0.1)
         assert [known.round(rows) for rows in (1, 2, 3, 8, 12)] == pytest.approx([1, 1.5, 1.55, 1.8, 2.0])

@@ -27,6 +27,7 @@ from specctl.drafters.feature.ttt_attention import Layout
 from specctl.families import MIN_SLIDING_WINDOW
 from specctl.recipe import DrafterRecipe
 
+TABLE_ROWS = 4096  # most rows of a table by token that are normed at a time: a whole one takes gigabytes in fp32
 Flag = Annotated[bool, Field(strict=True)]
 Window = Annotated[int, Field(strict=True, ge=MIN_SLIDING_WINDOW, le=1 << 31)]
 
@@ -160,7 +161,8 @@ class FusedInput(FeatureLayer):
         self.fc = self.linear(head.fc)
         self.hidden_norm, self.norm = self.rms_norm(head.midlayer.hidden_norm), self.rms_norm(head.norm)
         self.head: Any = self.linear(head.lm_head)
-        self.token_input = self.rms_norm(head.midlayer.input_layernorm)(embedding.float())
+        norm = self.rms_norm(head.midlayer.input_layernorm)
+        self.token_input = torch.cat([norm(rows.float()) for rows in embedding.split(TABLE_ROWS)])
 
     def _tapped_norms(self, head: FusionHead) -> RMSNorms | None:
         """Norms of the tapped states, or None if they are fused without a norm."""
