@@ -30,7 +30,7 @@ LARGEST = torch.finfo(torch.float16).max
 # Number of weights of a product, and number of rows, from which a second thread pays: the multi-threaded call takes 15
 # µs longer. Smaller products are packed for both calls, which takes as much memory as the fp32 weights.
 THREADED, ROWS_THREADED = 2**20, 8
-PART = 16  # rows that are checked together
+PART = 2**16  # weights that are checked together: 256 KB of fp32
 
 
 class Linear:
@@ -147,18 +147,23 @@ def _of_onednn(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _of_fbgemm(weight: Tensor, bias: Tensor | None) -> Product:
-    shared = torch.ops.quantized.linear_prepack_fp16(weight, bias)
-    several = torch.ops.quantized.linear_dynamic_fp16
+    pack, several = torch.ops.quantized.linear_prepack_fp16, torch.ops.quantized.linear_dynamic_fp16
     if weight.numel() >= THREADED:
+        shared = pack(weight, bias)
         return lambda x: several(x, shared) if x.dim() > 1 else several(x[None], shared)[0]
     own, one = torch.fbgemm_pack_gemm_matrix_fp16(weight), torch.fbgemm_linear_fp16_weight_fp32_activation
     many = ROWS_THREADED * THREADED // weight.numel()
+    half = weight.half()  # until the first call of several threads: packing takes most of the time of loading
 
     def product(x: Tensor) -> Tensor:
+        nonlocal half
         if x.dim() == 1:
             return one(x[None], own, bias)[0]
         if x.shape[0] >= many and torch.get_num_threads() > 1:
-            return several(x, shared)
+            weights = half
+            if isinstance(weights, Tensor):
+                half = weights = pack(weights.float(), bias)
+            return several(x, weights)
         return one(x, own, bias)
 
     return product
@@ -167,7 +172,7 @@ def _of_fbgemm(weight: Tensor, bias: Tensor | None) -> Product:
 def fits_half(weight: Tensor, rough: bool) -> bool:
     """Whether fp16 can hold the weights: each within `ROUNDED`, or only their range if they may be rounded."""
     bound = torch.inf if rough else ROUNDED
-    parts = weight.split(PART)  # in parts, because a copy of a large matrix takes much memory
+    parts = weight.split(max(1, PART // weight.shape[1]))  # a copy of a large matrix would take much memory
     return all(bool(part.abs().amax() <= LARGEST and (part - part.half()).abs_().amax() <= bound) for part in parts)
 
 
