@@ -331,7 +331,14 @@ def test_only_rank_zero_prints(specctl, library, monkeypatch, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("number", progress.STOPPING)
+@pytest.fixture(params=progress.STOPPING)
+def number(request):
+    """A signal that stops commands; `nohup make test` ignores SIGHUP."""
+    before = signal.signal(request.param, signal.SIG_DFL)
+    yield request.param
+    signal.signal(request.param, before)
+
+
 def test_a_signal_is_remembered_once_work_has_begun(specctl, library, number):
     def interrupted(recipe, run):
         run.annotate()
@@ -345,7 +352,6 @@ def test_a_signal_is_remembered_once_work_has_begun(specctl, library, number):
     assert f"interrupted by {number.name} (hint: continue with --resume)" in done.err
 
 
-@pytest.mark.parametrize("number", progress.STOPPING)
 def test_a_signal_before_the_work_ends_the_command_at_once(specctl, library, number):
     """The imports and a large target take minutes, which a command that was told to stop used to wait for."""
 

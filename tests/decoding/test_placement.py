@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specctl.decoding import target as target_module
 from specctl.decoding.cache import KVCache
+from specctl.decoding.models import linear
 from specctl.decoding.models.hf import ShardedCache
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.models.loading import own_gpus, pick_device, settle_memory
@@ -86,10 +87,11 @@ def no_collection():
 
 
 @pytest.mark.parametrize(("consume", "doubled"), [(True, False), (False, True)])
-def test_packing_a_target_takes_no_second_copy(consume, doubled):
+def test_packing_a_target_takes_no_second_copy(consume, doubled, monkeypatch):
     """A second copy took 28 GB for 16 GB of weights, and 112 for 64: more than the GPU has. Negative control: sharing
     the weights. Memory is counted by the allocator, because the size of the process depends on freed blocks. Garbage of
     earlier tests must not be freed during the measurement."""
+    monkeypatch.setattr(linear, "PART", 2**10)  # less than a layer of this small model
     gc.collect()
     with (
         no_collection(),
