@@ -61,7 +61,9 @@ def check(batch: int) -> None:
 
 _setup_privateuseone_for_python_backend("npy")
 made = torch.tensor  # keeps its values for constant folding, which this backend cannot do; shapes are enough here
-torch.tensor = lambda data, device=None: torch.zeros(made(data).shape, dtype=made(data).dtype, device=device)  # type: ignore
+torch.tensor = lambda data, device=None, dtype=None: torch.zeros(  # type: ignore
+    made(data).shape, dtype=dtype or made(data).dtype, device=device
+)
 with torch.no_grad(), FakeTensorMode():
     for size in (1, 2):
         check(size)
