@@ -1,6 +1,6 @@
 """`specctl export`: convert a drafter into the directory that an engine or a reference repository reads."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -83,7 +83,9 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     tuning = read_tuning(recipe, head)
     schedule = tuning.ranges if tuning and any(one.tokens for one in tuning.ranges) else []
     tokens = head.draft_length(max((one.tokens for one in schedule), default=recipe.tokens))
-    files = form.write(head, facts, tokens, recipe.to)
+    target = shown_name(facts.name)
+    published = replace(facts, name=target) if recipe.push is not None else facts
+    files = form.write(head, published, tokens, recipe.to)
     place = recipe.output.absolute()
     checkpoint.check_free(place, recipe.overwrite, "converted drafter", [RECORD])
     serving = form.serving(head, recipe.to, Deployment(place, facts, tokens, schedule))
@@ -91,7 +93,6 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         _write(files, draft, facts, recipe.target.trust_remote_code)
         write_record(draft, recipe, drafter, serving.commands)
         name = recipe.push or place.name
-        target = shown_name(facts.name)
         commands = [command.replace(str(place), name).replace(facts.name, target) for command in serving.commands]
         atomic_write(draft / checkpoint.CARD, model_card(name, drafter.config, drafter.info, recipe.to, commands))
         if schedule and recipe.to == "sglang":

@@ -106,20 +106,24 @@ def head(tmp_path_factory, target):
     return write_head(tmp_path_factory.mktemp("heads") / "sql-eagle3", target, "eagle3", 0)
 
 
-def test_the_exported_files_are_uploaded(specctl, hub, head, tmp_path):
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+def test_the_exported_files_are_uploaded(specctl, hub, head, tmp_path, to):
     """With the weights, and without paths of this machine."""
     out = tmp_path / "out"
     done = specctl.ok(
-        "export", str(head), "--to", "vllm", "--push", "team/head", "--private", "--output-dir", str(out), "--json"
+        "export", str(head), "--to", to, "--push", "team/head", "--private", "--output-dir", str(out), "--json"
     )
     assert done.json["pushed"] == f"{hub.url}/team/head"
     assert [one["name"] for one in hub.created] == ["head"] and hub.created[0]["organization"] == "team"
     assert hub.created[0].get("private") or hub.created[0].get("visibility") == "private"
     assert hub.files == {name: (out / name).read_bytes() for name in ("README.md", "config.json", "model.safetensors")}
     card = hub.files["README.md"].decode()
-    assert "team/head" in card and "vllm serve builtin " in card
-    assert str(tmp_path) not in card and str(builtin_path()) not in card
-    assert '"model": "team/head"' in card, "the serving command names the repository"
+    assert "team/head" in card
+    for text in (card, hub.files["config.json"].decode()):
+        assert str(tmp_path) not in text and str(builtin_path()) not in text
+    if to == "vllm":
+        assert "vllm serve builtin " in card
+        assert '"model": "team/head"' in card, "the serving command names the repository"
 
 
 @pytest.mark.parametrize(("status", "says"), [(403, "answered 403"), (500, "answered 500"), (None, "Connect")])
