@@ -117,13 +117,13 @@ def seed_generators(name):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef):
-    """A fixture draws the same numbers, whatever ran before it. Two fixtures draw different ones."""
+    """A fixture draws the same numbers after any other tests. Two fixtures draw different numbers."""
     seed_generators(fixturedef.argname)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call():
-    """A test draws the same numbers, whatever ran before it, and even if its fixtures existed already."""
+    """A test draws the same numbers after any other tests, and with old or new fixtures."""
     seed_generators("test")
 
 

@@ -44,10 +44,11 @@ def prefill(
 
     On a CPU, prompts run one by one: batching gains nothing there, and padding is work. Equal prompts run once.
     """
-    places_of: dict[tuple[int, ...], int] = {}
-    origins = [places_of.setdefault(tuple(prompt), place) for place, prompt in enumerate(prompts)]
-    if model.device.type == "cpu" and starts is None and len(places_of) < len(prompts):
-        return _prefill_once(model, prompts, cache, taps, slots, origins)
+    if model.device.type == "cpu" and starts is None:
+        places_of: dict[tuple[int, ...], int] = {}
+        origins = [places_of.setdefault(tuple(prompt), place) for place, prompt in enumerate(prompts)]
+        if len(places_of) < len(prompts):
+            return _prefill_once(model, prompts, cache, taps, slots, origins)
     lengths = [len(prompt) for prompt in prompts]
     logits: list[Tensor] = []
     hidden: Tensor | None = None

@@ -183,11 +183,11 @@ class Target(TargetText):
     def head_weight(self) -> Tensor:
         """[V, H] the vocabulary head. If it is quantized, it is dequantized on first access. With tensor parallelism it
         is gathered on first access, which all ranks must make."""
-        if isinstance(self._head, gguf_target.Weight):
-            return self._head.dequantized()
-        if self.part.count == 1:
-            return self._head.to(self.device)
         with torch.inference_mode(False):  # a normal tensor: some callers train on it
+            if isinstance(self._head, gguf_target.Weight):
+                return self._head.dequantized()
+            if self.part.count == 1:
+                return self._head.to(self.device)
             return self.part.gather(self._head.to(self.device).T, self.vocab_size).T.contiguous()
 
     def pool(self) -> PagePool | None:

@@ -21,7 +21,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 class TokenTexts:
-    """Texts and bytes of a tokenizer's tokens, as they are inside a text."""
+    """Texts and bytes of a tokenizer's tokens in the middle of a text."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer

@@ -13,7 +13,7 @@ from specctl.distillation.messages import checked_messages
 OPENING, CLOSING = MARKS = "<tool_call>", "</tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(?=\{)")
 _END = re.compile(r"\s*(?:</tool_call>\s*|\Z)")  # models forget the mark after the last call
-_JSON = json.JSONDecoder(strict=False)  # models write line breaks of code as they are
+_JSON = json.JSONDecoder(strict=False)  # models do not escape the line breaks of code
 
 
 class ParsedAnswer(NamedTuple):

@@ -38,7 +38,7 @@ def orthogonal(update: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _iterated(gram: Tensor) -> Tensor:
     """The matrix [m, m] that all steps together multiply x with, from the Gram matrix of x. Every factor is a
-    polynomial of it, so they commute, and the products are of [m, m] instead of [m, n]."""
+    polynomial of the Gram matrix, so they commute, and the products are of [m, m] instead of [m, n]."""
     steps: Tensor | None = None
     for _ in range(STEPS):
         step = _without_identity(gram)

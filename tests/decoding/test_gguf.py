@@ -143,7 +143,9 @@ def test_weights_stay_quantized_in_the_step_of_a_cpu(directories, tmp_path, monk
         read[switch] = target.step_bytes
         held_quantized = isinstance(target._head, gguf_target.Weight)
         assert held_quantized == (target.model.quantized and not original.config.tie_word_embeddings)
-        heads.append(target.head_weight)
+        with torch.inference_mode():  # a drafter may be the first to read it, and a learner trains on it later
+            heads.append(target.head_weight)
+        assert not heads[-1].is_inference()
         if switch == "quantized":
             packed = sum(product.native.nbytes for product in target.model.products[1:])  # without the head
             if isinstance(target._head, gguf_target.Weight):

@@ -353,8 +353,8 @@ def weights(name: str, dtype: torch.dtype) -> dict[str, Weight]:
 
 
 def quantized_weights(name: str, dtype: torch.dtype) -> dict[str, Weight] | None:
-    """`weights` with the matrices of the layers `quantized_only`, or None if the C++ step cannot read all of them. A
-    vocabulary head that it can read is `quantized_only`, too, unless it is the embedding."""
+    """`weights` with the matrices of the layers `quantized_only`, or None if the C++ step cannot read every matrix. A
+    separate vocabulary head is `quantized_only`, too, if the C++ step can read it."""
     from specctl.decoding.models import gguf_blocks
 
     found = weights(name, dtype)

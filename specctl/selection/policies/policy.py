@@ -57,7 +57,7 @@ class Policy(ABC):
 
     learns: ClassVar[Learns] = "nothing"
     scale: ClassVar[Scale] = "unit"
-    # [N] probabilities from which the arm of the next reward was drawn; None = `weights`, which have not changed since.
+    # [N]: the arm of the next reward was drawn from these probabilities. None: from `weights`, which have not changed.
     drawn_from: Numbers | None = None
 
     def __init__(self, arms: Arms, play: Play):
