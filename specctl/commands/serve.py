@@ -14,6 +14,7 @@ from specctl.commands.serve_engines import answer_by_engines, onward_key
 from specctl.commands.serve_learning import LearningSummary, learn_from_engines, learning_from
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.prefix_cache import cpu_prefix_cache
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
@@ -205,7 +206,8 @@ def make_thread(
 ) -> EngineThread:
     """Make the thread with the engine of a recipe. UsageError for a policy that cannot choose."""
     learns = recipe.learn.enabled and not recipe.learn.buffer.reruns
-    options = EngineOptions(slots=recipe.slots, keeps_hidden=learns)
+    meter.prefix_cache = cpu_prefix_cache(target, int(recipe.prefix_cache_mb * 2**20))
+    options = EngineOptions(slots=recipe.slots, keeps_hidden=learns, prefix_cache=meter.prefix_cache)
     if not recipe.chooses:
         name, drafter = next(iter(drafters.items()), (PLAIN, None))
         return EngineThread(Engine(target, Fixed.of(drafter), options), meter, name)

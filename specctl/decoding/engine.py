@@ -17,7 +17,7 @@ from specctl.decoding.controllers import Fixed
 from specctl.decoding.device import graphs
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
 from specctl.decoding.host_runner import HostRunner, prefill
-from specctl.decoding.prefixes import Prefixes
+from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.protocols import Controller, OnPrefill, OnRound, Proposer
 from specctl.decoding.records import Decoded, Event, Request, RoundResult, Sequence
 from specctl.decoding.state import DecodeState
@@ -52,8 +52,8 @@ class EngineOptions:
         keeps_hidden: keep the target's hidden states at every new position (`DecodeState.hidden`).
         on_host: run every round from the host, so that contenders can be compared. Otherwise rounds run on the device
             if they can (device/rounds.py).
-        prefixes: cached texts of earlier calls. A prefix that a prompt shares with a cached text or an earlier prompt
-            is not prefilled again.
+        prefix_cache: cached texts of earlier calls. A prefix that a prompt shares with a cached text or an earlier
+            prompt is not prefilled again.
     """
 
     slots: int | None = None
@@ -62,7 +62,7 @@ class EngineOptions:
     catch_up: CatchUp = RECOMPUTE
     keeps_hidden: bool = False
     on_host: bool = False
-    prefixes: Prefixes | None = None
+    prefix_cache: PrefixCache | None = None
 
 
 DEFAULT_OPTIONS = EngineOptions()
@@ -166,7 +166,7 @@ class Engine:
         events."""
         self.clock.start()
         if slots := self._admit():
-            logits = prefill(self.target, self.state, slots, self._shares, self.options.prefixes)
+            logits = prefill(self.target, self.state, slots, self._shares, self.options.prefix_cache)
             if self.on_prefill is not None:
                 self.on_prefill(self.state, slots, logits)
             self._clear_up()
@@ -279,7 +279,7 @@ class Engine:
     def _shares(self) -> bool:
         """Whether sequences share the pages of common prefixes. They cannot if features are kept: the prefill computes
         the features of every sequence."""
-        return self.state.pool is not None and not self.state.taps and self.options.prefixes is None
+        return self.state.pool is not None and not self.state.taps and self.options.prefix_cache is None
 
     def _count_fitting(self, count: int) -> int:
         """Number of waiting requests, among the first `count`, that fit into memory. If none fits and this engine holds
@@ -324,8 +324,8 @@ class Engine:
             self._drain()
         ended = [b for b, row in enumerate(state.rows) if row.stop is not None and row.index in self.texts]
         failed = [b for b in ended if state.rows[b].stop == "failed"]
-        if self.options.prefixes is not None:
-            self.options.prefixes.keep(state, [b for b in ended if b not in failed])
+        if self.options.prefix_cache is not None:
+            self.options.prefix_cache.keep(state, [b for b in ended if b not in failed])
         state.release(ended)
         if failed:
             state.discard(failed)

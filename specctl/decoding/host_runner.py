@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specctl import processes, threads
 from specctl.decoding.controllers import PerSequence
-from specctl.decoding.prefixes import Prefixes
+from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.protocols import Proposer, ReadsVerdicts
 from specctl.decoding.records import RoundResult
 from specctl.decoding.state import DecodeState
@@ -16,20 +16,22 @@ from specctl.decoding.timing import work_clock
 from specctl.decoding.verify import budget_for, node_budget, nonfinite_rows, verify
 
 
-def prefill(target: Target, state: DecodeState, slots: list[int], share: bool, prefixes: Prefixes | None) -> Tensor:
+def prefill(
+    target: Target, state: DecodeState, slots: list[int], share: bool, prefix_cache: PrefixCache | None
+) -> Tensor:
     """Run the prompts in `slots` and commit the first token of each. A sequence is failed if its logits are not finite.
     Returns the logits [n, V] at the ends of the prompts.
 
-    `share`: the prompts share the pages of common prefixes. `prefixes`: cached texts of earlier calls.
+    `share`: the prompts share the pages of common prefixes. `prefix_cache`: cached texts of earlier calls.
     """
     prompts = [state.rows[b].ids for b in slots]
     with threads.step_threads(target.row_flops * sum(map(len, prompts))):
         if share:
             logits, tapped = target.prefill_shared(prompts, state.cache, slots), None
-        elif prefixes is None:
+        elif prefix_cache is None:
             logits, _, tapped = target.prefill(prompts, state.cache, state.taps, slots)
         else:
-            logits, tapped = prefixes.prefill(target, prompts, state.cache, state.taps, slots)
+            logits, tapped = prefix_cache.prefill(target, prompts, state.cache, state.taps, slots)
     failed = nonfinite_rows(target, logits)
     positions = torch.tensor([[len(prompt)] for prompt in prompts], device=logits.device)
     nothing = positions[:, :0]

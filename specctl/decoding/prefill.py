@@ -8,10 +8,6 @@ from specctl.decoding.models.model import Model
 from specctl.decoding.pages import page_names
 from specctl.decoding.plan import plan_rows
 
-# Rows of one forward, padding included. A few hundred rows keep an H100 busy. With an 8B target, 8,192 rows take about
-# 2 GB of activations; 64 prompts of 4,096 tokens at once would take 60 GB.
-ROWS = 8192
-
 
 def groups(lengths: list[int], slots: list[int], rows: int, starts: list[int] | None = None) -> list[range]:
     """Group prompts that run in one forward. A group consists of prompts in neighboring cache slots with the same entry
@@ -54,7 +50,7 @@ def prefill(
     hidden: Tensor | None = None
     tapped: Tensor | None = None
     starts = starts or [0] * len(prompts)
-    for places in groups(lengths, slots, 0 if model.device.type == "cpu" else ROWS, starts):
+    for places in groups(lengths, slots, 0 if model.device.type == "cpu" else model.prefill_rows, starts):
         within = [lengths[place] for place in places]
         begin = starts[places.start]
         tokens = torch.zeros(len(places), max(within) - begin, dtype=torch.long)
@@ -62,7 +58,7 @@ def prefill(
             tokens[row, : lengths[place] - begin] = torch.tensor(prompts[place][begin:])
         tokens = tokens.to(model.device)
         part = cache.sub_batch(slots[places.start], slots[places.stop - 1] + 1)
-        step = max(ROWS // len(places), 1)
+        step = max(model.prefill_rows // len(places), 1)
         for start in range(begin, max(within), step):
             rows = tokens[:, start - begin : start - begin + step]
             plan = plan_rows([start] * len(places), rows.shape[1], device=model.device, dtype=model.dtype)

@@ -229,13 +229,20 @@ class Target(TargetText):
 
     @torch.inference_mode()
     def prefill(
-        self, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...] = (), slots: list[int] | None = None
+        self,
+        prompts: list[list[int]],
+        cache: KVCache,
+        taps: tuple[int, ...] = (),
+        slots: list[int] | None = None,
+        starts: list[int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run prompts into `slots` of the cache (None = all slots, in order).
+        """Run prompts into `slots` of the cache (None = all slots, in order). Positions before `starts` are cached
+        already and are not run.
 
         Returns (logits [n, V] of each prompt's last token, h [n, P, H], taps [n, P, F]), padded on the right.
         """
-        return prefill(self.model, prompts, cache, taps, [*range(len(prompts))] if slots is None else slots)
+        slots = [*range(len(prompts))] if slots is None else slots
+        return prefill(self.model, prompts, cache, taps, slots, starts)
 
     @torch.inference_mode()
     def prefill_shared(self, prompts: list[list[int]], cache: KVCache, slots: list[int]) -> Tensor:

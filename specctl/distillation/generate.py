@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specctl import processes, progress
 from specctl.decoding.engine import Engine, EngineOptions, stream
+from specctl.decoding.prefix_cache import cpu_prefix_cache
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
@@ -275,7 +276,8 @@ def _decoded(recipe: DistillRecipe, target: Target, jobs: list[Job]) -> Iterator
     batches.
     """
     top_k, top_p = recipe.sampling.top_k, recipe.sampling.top_p
-    options = EngineOptions(slots=recipe.batch_size, exact=recipe.sampling.exact)
+    prefix_cache = None if recipe.sampling.exact else cpu_prefix_cache(target)  # prompts may have long instructions
+    options = EngineOptions(slots=recipe.batch_size, exact=recipe.sampling.exact, prefix_cache=prefix_cache)
     engine = Engine(target, options=options)
     for start in range(0, len(jobs), WINDOW * recipe.batch_size):
         window = jobs[start : start + WINDOW * recipe.batch_size]

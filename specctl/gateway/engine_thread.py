@@ -23,6 +23,7 @@ from specctl.gateway.metrics import Meter
 from specctl.gateway.text_stream import TextStream, decoder
 
 TRIES = 2  # restarts of a text after failed steps of a batch for which no single text is to blame
+PART = 64  # tokens of a prompt that are read at a time on a CPU; more are not faster (decoding/models/native.py)
 FINISHED = {"eos": "stop", "length": "length"}
 
 
@@ -212,18 +213,33 @@ class EngineThread:
     def _begin_texts(self) -> None:
         """Add texts that have arrived to the engine.
 
-        On a CPU, prompts run one by one. There, the texts of one request are added at a time, after a round of the
-        texts that are running: otherwise these, and the first of several prompts, would wait for all prompts.
+        On a CPU, prompts run one by one, and long ones in parts. There, equal prompts are added at a time, if they find
+        a slot. Between two prompts or parts there is a round of the texts that are running.
         """
-        on_cpu = self.engine.target.device.type == "cpu"
-        if on_cpu and self._began and self.engine.texts:
-            self._began = False
-            return
-        begun = [one for one in self._arrived if not on_cpu or one.channel is self._arrived[0].channel]
+        engine, begun = self.engine, self._arrived[:]
+        if begun and engine.target.device.type == "cpu":
+            full = engine.options.slots == len(engine.texts)
+            if engine.texts and (self._began or full):
+                self._began = False
+                return
+            begun = [one for one in begun if one.request.prompt == begun[0].request.prompt]
+            if self._read_ahead(begun[0]):
+                return
         self._began = bool(begun)
         for generation in begun:
             self._arrived.remove(generation)
             self._add(generation, generation.request)
+
+    def _read_ahead(self, generation: Generation) -> bool:
+        """Read a part of a long prompt. Returns False if the engine should read what is missing."""
+        prefix_cache, target = self.engine.options.prefix_cache, self.engine.target
+        if prefix_cache is None:
+            return False
+        try:
+            with threads.step_threads(target.row_flops * PART):
+                return prefix_cache.read_ahead(target, generation.request.prompt, self.engine.state.taps, PART)
+        except Exception:  # the engine fails this text alone if it cannot read the prompt
+            return False
 
     def _count_threads(self) -> None:
         """Compute with as many threads as the batch keeps busy."""

@@ -17,6 +17,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from specctl.decoding.prefix_cache import PrefixCache
 from specctl.selection.certificate import LEVEL, Certificate
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -118,9 +119,11 @@ class Meter(Collector):
         drafters: counts by name of the drafter, or by address of the server.
         learning: counts by name of the drafter that learns; the name is empty if there is only one drafter.
         certificate: lower bound of the speed relative to plain decoding, or None if no policy chooses.
+        prefix_cache: cache of the beginnings of prompts, if there is one.
     """
 
     certificate: Certificate | None = None
+    prefix_cache: PrefixCache | None = None
 
     def __init__(self, model: str):
         self.model = model
@@ -193,6 +196,7 @@ class Meter(Collector):
         yield from self._drafts()
         yield from self._lessons()
         yield from self._bound()
+        yield from self._prefixes()
 
     def _drafts(self) -> Iterator[Metric]:
         """Metrics of `drafters`."""
@@ -224,6 +228,14 @@ class Meter(Collector):
             made = CounterMetricFamily(f"specctl:drafter_{name}", help, labels=("drafter",))
             for drafter, one in counts.items():
                 made.add_metric((drafter,), getattr(one, name))
+            yield made
+
+    def _prefixes(self) -> Iterator[Metric]:
+        """Metrics of `prefix_cache`."""
+        if self.prefix_cache is not None:
+            help = "Prompt tokens that were not in the prefix cache."
+            made = CounterMetricFamily("specctl:prompt_tokens_read", help, labels=("model_name",))
+            made.add_metric((self.model,), self.prefix_cache.read)
             yield made
 
     def _bound(self) -> Iterator[Metric]:

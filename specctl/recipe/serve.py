@@ -2,7 +2,7 @@
 
 from typing import Annotated, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from specctl.recipe.learn_from_server import PublicationRecipe
 from specctl.recipe.learner import LearnerOptions, rule_and_family
@@ -92,6 +92,8 @@ class ServeRecipe(CommandRecipe):
     slots: PositiveInt = 32  # texts that are decoded at a time
     waiting: NonNegativeInt = 256  # texts that may wait for a place among them; others are refused with status 429
     max_new_tokens: PositiveInt | None = None  # most new tokens of an answer (None = the rest of the context)
+    # On a CPU: size of the cache of recent texts. Their beginnings are not read again, such as earlier turns of a chat.
+    prefix_cache_mb: NonNegativeFloat = 512.0
     limits: LimitsRecipe = LimitsRecipe()
     learn: ServeLearningRecipe = ServeLearningRecipe()
     log: list[Tracker] = []  # trackers that show the progress of learning

@@ -191,17 +191,15 @@ class FeatureStore:
 
     @torch.inference_mode()
     def compute(self, examples: list[Example]) -> list[Features]:
-        """Compute features of a group (`_groups`), in order, in one forward of the target over all its texts. A long
-        text, or pieces of one text, run in chunks. Features of several pieces are in host memory."""
+        """Compute features of a group (`_groups`), in order. The target prefills all its texts. A long text, or pieces
+        of one text, run in chunks. Features of several pieces are in host memory."""
         target = self.target
         target.use_adapter(examples[0].adapter)
         width = max(len(e.tokens) for e in examples) - 1  # the last token's state is not needed
         if examples[0].is_piece or width > max(CHUNK_TOKENS[self._kind], PASS_TOKENS[self._kind]):
             return self._in_chunks(examples)
-        tokens = torch.tensor([[*e.tokens[:width], *[0] * (width - len(e.tokens))] for e in examples])
-        cache = target.model.new_cache(len(examples), width)
-        plan = plan_rows([0] * len(examples), width, device=target.device, dtype=target.dtype)
-        hidden, tapped = target.model.forward(tokens.to(target.device), cache, plan, self.taps)
+        texts = [[*example.tokens[:-1]] for example in examples]
+        _, hidden, tapped = target.prefill(texts, target.model.new_cache(len(texts), width), self.taps)
         self.target_tokens += sum(len(e.tokens) - 1 for e in examples)
         return [
             self.features(example, hidden[row], None if tapped is None else tapped[row])

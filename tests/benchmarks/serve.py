@@ -1,11 +1,13 @@
 """Compare the speed of `specctl serve` with the bare engine in one process, on the same texts and batches.
 
     python -m tests.benchmarks.serve --target models/SmolLM2-135M-Instruct.Q4_1.gguf --drafter drafters/sql-eagle3
+    python -m tests.benchmarks.serve --target models/SmolLM2-135M-Instruct.Q4_1.gguf --turns 12 --tokens 96
 
 Gateway and engine decode in turns, in alternating order, because the machine may be busy. The engine decodes the same
 requests offline, while a client in a separate process streams from the gateway. One-token requests are timed too: their
 time beyond a bare prefill is the cost of the gateway. On a busy machine, the ratio of CPU seconds of this process is
-more reliable than the ratio of wall times.
+more reliable than the ratio of wall times. With `--turns`, a conversation is held with and without the prefix cache
+instead, and each turn's seconds to the first token are printed.
 """
 
 import argparse
@@ -13,7 +15,10 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from statistics import median
+
+import httpx
 
 from specctl import data_prep, threads
 from specctl.commands.serve import load_drafters, make_thread, warm_up
@@ -77,23 +82,70 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=0)
     options = parser.parse_args()
     target = load_target(options.target, device=options.device)
-    recipe = ServeRecipe(drafters=[options.drafter] if options.drafter else [])
-    drafters, places = load_drafters(recipe, target)
-    warm_up(target, drafters)
+    names = [options.drafter] if options.drafter else []
+    if options.turns:
+        with (
+            threads.command_threads(None),
+            gateway(target, ServeRecipe(drafters=names)) as cached,
+            gateway(target, ServeRecipe(drafters=names, prefix_cache_mb=0)) as uncached,
+        ):
+            converse({"cached": cached, "uncached": uncached}, options)
+        return
+    recipe = ServeRecipe(drafters=names, prefix_cache_mb=0)  # the same prompts are asked again and again
+    drafters, _ = load_drafters(recipe, target)
     drafter = next(iter(drafters.values()), None)
-    thread = make_thread(recipe, target, drafters, places, Meter("bench"))
-    backend = OwnEngine(thread, target, "bench", recipe)
-    backend.warm_up()
-    thread.start()
     prompts = list(data_prep.get("sql").generate(max(options.streams), 0, "test"))
-    with threads.command_threads(None), served(make_app(backend, recipe.limits)) as address:
+    with threads.command_threads(None), gateway(target, recipe) as address:
         client = Client(address)
         for streams in options.streams:
             show(compare(target, drafter, client, prompts[:streams], options))
         show(own_cost(target, client, prompts[0], options.repeats * 5))
-    thread.stop()
+
+
+@contextmanager
+def gateway(target, recipe: ServeRecipe):
+    """Serve a target, and yield the address."""
+    drafters, places = load_drafters(recipe, target)
+    warm_up(target, drafters)
+    thread = make_thread(recipe, target, drafters, places, Meter("bench"))
+    backend = OwnEngine(thread, target, "bench", recipe)
+    backend.warm_up()
+    thread.start()
+    try:
+        with served(make_app(backend, recipe.limits)) as address:
+            yield address
+    finally:
+        thread.stop()
+
+
+def converse(addresses: dict[str, str], options) -> None:
+    """Hold the same conversation with every gateway, in turns, and print the seconds to the first token."""
+    messages: list[dict] = []
+    asked = iter(data_prep.get("sql").generate(options.turns, 0, "test"))
+    for turn in range(options.turns):
+        messages.append({"role": "user", "content": next(asked)})
+        row, texts = {"turn": turn + 1}, set()
+        for name, address in [*addresses.items()][:: 1 if turn % 2 else -1]:
+            row[f"{name}_first_s"], text = first_token(address, messages, options.tokens)
+            texts.add(text)
+        show(row | {"texts_differ": len(texts) - 1})
+        messages.append({"role": "assistant", "content": text})
+
+
+def first_token(address: str, messages: list[dict], tokens: int) -> tuple[float, str]:
+    """Return the seconds to the first token of an answer, and its text."""
+    body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
+    began, first, text = time.perf_counter(), None, ""
+    with httpx.stream("POST", f"{address}/v1/chat/completions", json=body, timeout=None) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                part = json.loads(line[6:])["choices"][0]["delta"].get("content")
+                if part:
+                    first, text = first or time.perf_counter() - began, text + part
+    return round(first, 3), text
 
 
 def compare(target, drafter, client: Client, prompts: list[str], options) -> dict:

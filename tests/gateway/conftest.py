@@ -10,6 +10,7 @@ import pytest
 
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine, EngineOptions
+from specctl.decoding.prefix_cache import PrefixCache
 from specctl.drafters import pool
 from specctl.gateway import server
 from specctl.gateway.app import make_app
@@ -26,6 +27,7 @@ class Gateway:
 
     def __init__(self, engine, drafter, limits, key, waiting):
         self.meter = Meter("toy")
+        self.meter.prefix_cache = engine.options.prefix_cache
         self.thread = EngineThread(engine, self.meter, drafter)
         self.backend = OwnEngine(self.thread, engine.target, "toy", ServeRecipe(waiting=waiting))
         self.backend.warm_up()
@@ -59,7 +61,8 @@ def make_gateway(target):
     made = []
 
     def make(controller=None, drafter="plain", slots=8, limits=None, key=None, waiting=256):
-        engine = Engine(target, controller or Fixed.of(None), EngineOptions(slots=slots))
+        options = EngineOptions(slots=slots, prefix_cache=PrefixCache(most_bytes=2**26))
+        engine = Engine(target, controller or Fixed.of(None), options)
         made.append(Gateway(engine, drafter, limits or LimitsRecipe(), key, waiting))
         return made[-1]
 

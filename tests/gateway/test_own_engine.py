@@ -15,10 +15,12 @@ import torch
 
 from specctl.commands.generate import generate
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine, decode
+from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters import pool
+from specctl.gateway import engine_thread
 from specctl.gateway.choosing import controller_for
 from specctl.gateway.engine_thread import Channel, EngineThread, Generation
 from specctl.gateway.text_stream import decoder
@@ -166,8 +168,8 @@ def test_events_count_tokens_if_asked(make_gateway, logprobs):
     """vLLM's option, which benchmarks of servers set."""
     body = chat(temperature=0, logprobs=logprobs, stream=True)
     options = {"include_usage": True, "continuous_usage_stats": True}
-    gateway = make_gateway()
-    (counted,), (plain,) = gateway.ask(CHAT, body | {"stream_options": options}), gateway.ask(CHAT, body)
+    (counted,) = make_gateway().ask(CHAT, body | {"stream_options": options})
+    (plain,) = make_gateway().ask(CHAT, body)  # a cached prefix changes the last bits of log probabilities in fp32
     first, *parts, last = pieces(counted.text)
     assert "usage" not in first and last["choices"] == []
     numbers = [one["usage"]["completion_tokens"] for one in parts]
@@ -311,7 +313,9 @@ def test_prompts_do_not_wait_for_each_other(target, make_gateway, monkeypatch):
 
     async def work():
         channels = [Channel() for _ in range(4)]
-        texts = [Generation(Request([5, 6, 7], GREEDY, 8), channel) for channel in [channels[0], *channels]]
+        texts = [
+            Generation(Request([5, 6, number], GREEDY, 8), channels[number]) for number in (0, *range(len(channels)))
+        ]
         for text in texts:
             thread.submit(text)
         thread.cancel(texts[2])
@@ -321,7 +325,57 @@ def test_prompts_do_not_wait_for_each_other(target, make_gateway, monkeypatch):
 
     asyncio.run(work())
     thread.stop()
-    assert begun[:5] == [2, 0, 1, 0, 1] and sum(begun) == 4, "two texts of a request, and one of each other but one"
+    assert begun[:5] == [2, 0, 1, 0, 1] and sum(begun) == 4, "two texts of a prompt, and one of each other but one"
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_running_texts_advance_while_a_long_prompt_is_read(target, make_gateway, monkeypatch, reads):
+    """It is read in parts. If a part raises, the engine reads the whole prompt."""
+    gateway = make_gateway()
+    prefix_cache = PrefixCache(most_bytes=2**26)
+    engine, order = Engine(target, options=EngineOptions(prefix_cache=prefix_cache)), []
+    thread, step, read = EngineThread(engine, gateway.meter, "plain"), engine.step, prefix_cache.read_ahead
+
+    def read_ahead(*arguments):
+        if not reads:
+            raise RuntimeError("no memory")
+        found = read(*arguments)
+        order.append("part" if found else "last part")
+        return found
+
+    monkeypatch.setattr(prefix_cache, "read_ahead", read_ahead)
+    monkeypatch.setattr(engine, "step", lambda: order.append("prefill" if engine.waiting else "round") or step())
+    monkeypatch.setattr(engine_thread, "PART", 8)
+    prompts = [[5, 6, 7], [*range(40, 70)]]
+
+    async def work():
+        texts = [Generation(Request(prompt, GREEDY, 8), Channel()) for prompt in prompts]
+        for text in texts:
+            thread.submit(text)
+        thread.start()
+        while any(text in thread.open for text in texts):
+            await asyncio.sleep(0.01)
+        return [text.tokens for text in texts]
+
+    alone = decode(Engine(target), [Request(prompt, GREEDY, 8) for prompt in prompts])
+    assert asyncio.run(work()) == [one.output_ids for one in alone]
+    thread.stop()
+    if reads:
+        assert order[:9] == ["last part", "prefill", *["round", "part"] * 3, "round"]
+        assert order[9:11] == ["last part", "prefill"] and prefix_cache.read == 3 + 30
+
+
+def test_turns_of_a_conversation_are_read_once(target, make_gateway):
+    gateway = make_gateway()
+    first = {"role": "user", "content": PROMPTS[0]}
+    answer = text_of(gateway.ask(CHAT, chat(PROMPTS[0], temperature=0))[0])
+    messages = [first, {"role": "assistant", "content": answer}, {"role": "user", "content": PROMPTS[1]}]
+    prompt_ids = [target.render(messages[:count]) for count in (1, 3)]
+    second = text_of(gateway.ask(CHAT, chat(temperature=0) | {"messages": messages})[0])
+    (expected,) = decode(Engine(target), [Request(prompt_ids[1], GREEDY, 24)])
+    assert second == target.tokenizer.decode(expected.output_ids, skip_special_tokens=True)
+    read = gateway.metric("specctl:prompt_tokens_read_total", model_name="toy")
+    assert len(prompt_ids[0]) < read <= len(prompt_ids[1]), "the first prompt was read once"
 
 
 def test_the_decoder_equals_the_tokenizer(target):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from specctl.decoding.cache import KVCache
 from specctl.decoding.plan import plan_rows
+from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
@@ -109,6 +110,19 @@ def test_drafted_bf16_texts_equal_plain_decoding(instructions, sampling):
     drafted = decode(target, prompts, drafter=Lookup(), **options)
     assert [one.output_ids for one in drafted] == plain
     assert sum(len(one.output_ids) - one.target_passes for one in drafted) > 0
+
+
+@needed
+def test_a_prompt_has_the_same_bits_after_a_cached_prefix(instructions):
+    target, taps = load_target("builtin", device="cpu", dtype="bf16"), (2, 5)
+    prompt = [token % target.vocab_size for token in range(7, 7 * 151, 7)]
+    prefix_cache, expected, store = PrefixCache(), target.new_cache(1, 200), target.new_cache(1, 200)
+    logits, _, states = target.prefill([prompt], expected, taps)
+    while prefix_cache.read_ahead(target, prompt, taps, 37):
+        pass
+    last, tapped = prefix_cache.prefill(target, [prompt], store, taps, [0])
+    assert prefix_cache.read == len(prompt) == 150
+    assert torch.equal(last, logits) and torch.equal(tapped, states) and torch.equal(store.store, expected.store)
 
 
 @needed

@@ -86,7 +86,7 @@ def test_a_ragged_batch_equals_single_forwards(model, target):
 @pytest.mark.parametrize("rows", [7, 16, 70])
 def test_prompts_are_read_in_groups_and_parts_of_limited_rows(model, target, rows, monkeypatch):
     """Neighboring prompts are grouped, and a long prompt is read in parts, each after the cached ones."""
-    monkeypatch.setattr(prefill, "ROWS", rows)
+    monkeypatch.setattr(target.model, "prefill_rows", rows)
     grouped = prefill.groups
     monkeypatch.setattr(
         prefill, "groups", lambda lengths, slots, _, at: grouped(lengths, slots, rows, at)

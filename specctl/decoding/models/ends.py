@@ -25,6 +25,7 @@ from specctl.decoding.models.loading import (
     load_generation_config,
     location,
 )
+from specctl.decoding.models.model import PREFILL_ROWS
 from specctl.decoding.models.supported import quiet
 from specctl.decoding.models.weight_files import EMBEDDINGS, WeightFiles
 from specctl.errors import CheckpointError
@@ -148,6 +149,7 @@ class LayerlessModel:
     def __init__(self, model: LeanModel | ModelEnds):
         self.dtype, self.device, self.hidden_size = model.dtype, model.device, model.hidden_size
         self.embedding: Tensor = model.embedding
+        self.prefill_rows = PREFILL_ROWS
         self.normed, self.logits = model.normed, model.logits
 
     def new_cache(self, *_: Any) -> NoReturn:

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specctl.decoding.cache import KVCache
+from specctl.decoding.models.model import PREFILL_ROWS
 from specctl.decoding.models.supported import context_limit, window_size
 from specctl.decoding.plan import Plan
 from specctl.errors import UsageError
@@ -169,6 +170,7 @@ class HFModel:
         self.dtype = model.dtype
         self.device = model.get_input_embeddings().weight.device
         self.hidden_size = config.hidden_size
+        self.prefill_rows = PREFILL_ROWS
         self.embedding = model.get_input_embeddings().weight.detach()
         # Padding rows may exceed the context, where learned positions end and some RoPE frequencies change.
         self.last_position = (context_limit(config) or 1 << 31) - 1

@@ -20,7 +20,9 @@ from specctl.decoding.models.gguf_target import Weight
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
 from specctl.decoding.models.linear import Linear, VocabularyHead
 from specctl.decoding.models.loading import is_gguf, pick_dtype
+from specctl.decoding.models.model import PREFILL_ROWS
 from specctl.decoding.models.native import PRODUCTS, fits, native_step
+from specctl.decoding.models.native import ROWS as NATIVE_ROWS
 from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import DENSE, ropes
 from specctl.decoding.pages import PagePool, PoolLayout
@@ -206,6 +208,8 @@ class LeanModel:
         self._rotary = body.rotary_emb
         self._rope: Rope | None = None
         self._native = native_step(self.layers, self.norm, self._shape) if self.part.count == 1 else None
+        # Every row of a C++ step has the same bits however many rows run, so a text does not depend on what was cached.
+        self.prefill_rows = PREFILL_ROWS if self._native is None else NATIVE_ROWS
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         cache = KVCache(

@@ -25,7 +25,7 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.controllers import PLAIN, Fixed
 from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.models.lean import LeanModel
-from specctl.decoding.prefixes import Prefixes
+from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.records import DraftTree, Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.state import DecodeState
@@ -283,7 +283,7 @@ def from_ratios(ratios: dict[str, float], near: int = CONTEXT, far: int = FAR) -
     )
 
 
-class _Unread(Prefixes):
+class _Unread(PrefixCache):
     """Prefills texts with random keys, values and features instead of reading them.
 
     The target would read thousands of tokens, which takes minutes if it is large and runs on a CPU. The contents do not
@@ -305,7 +305,7 @@ class _Unread(Prefixes):
 def _texts(target: Target, head: CandidateDrafter | None, count: int, length: int) -> DecodeState:
     """Build texts of `length` random tokens, read by the target and the head, with room for the timed rounds."""
     generator = torch.Generator().manual_seed(0)
-    options = EngineOptions(on_host=True, prefixes=_Unread(0) if target.device.type == "cpu" else None)
+    options = EngineOptions(on_host=True, prefix_cache=_Unread(most_texts=0) if target.device.type == "cpu" else None)
     engine = Engine(target, Fixed(PLAIN, () if head is None else head.taps), options)
     for _ in range(count):
         prompt = torch.randint(target.vocab_size, (length,), generator=generator)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specctl.adaptation.stream import EncodedPrompt
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine, EngineOptions, decode
-from specctl.decoding.prefixes import Prefixes
+from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import Sampling
@@ -57,9 +57,9 @@ class Writer:
 
     def forget(self) -> None:
         """Drop all cached prefixes."""
-        self._prefixes = Prefixes(lines=self._lines)
+        self._prefixes = PrefixCache(most_texts=self._lines)
         controller = Fixed.of(self.drafter)
-        self._engine = Engine(self.model, controller, EngineOptions(prefixes=self._prefixes))
+        self._engine = Engine(self.model, controller, EngineOptions(prefix_cache=self._prefixes))
 
     def rest(self, text: list[int], limit: int, seed: int) -> list[int]:
         """Write the rest of a text, up to its end or the limit."""

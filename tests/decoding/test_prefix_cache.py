@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.decoding.prefixes import Prefixes
+from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.sampling import GREEDY, Draws, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
@@ -13,8 +13,11 @@ HOT = Sampling(0.8, 0, 1.0)
 SHORT = {"max_new_tokens": 6, "sampling": GREEDY}
 
 
-def texts(target, prompts, prefixes=None, **options):
-    return [one.output_ids for one in decode(target, prompts, seeds=[7] * len(prompts), prefixes=prefixes, **options)]
+def texts(target, prompts, prefix_cache=None, **options):
+    return [
+        one.output_ids
+        for one in decode(target, prompts, seeds=[7] * len(prompts), prefix_cache=prefix_cache, **options)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +29,14 @@ def nested(prompts):
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT])
 def test_cached_prefixes_change_no_text(target, nested, prompts, sampling):
-    prefixes = Prefixes(lines=3)
+    prefixes = PrefixCache(most_texts=3)
     options = {"max_new_tokens": 6, "sampling": sampling}
     for some in (nested, prompts, nested[::-1], [nested[2] + [50, 60]]):
         assert texts(target, some, prefixes, **options) == texts(target, some, **options)
 
 
 def test_common_prefixes_are_read_once(target, nested):
-    prefixes = Prefixes(lines=4)
+    prefixes = PrefixCache(most_texts=4)
     found = texts(target, nested, prefixes, **SHORT)
     assert prefixes.read <= len(nested[-1]) + len(nested) - 1, "each prompt read only its own end"
     read = prefixes.read
@@ -42,7 +45,7 @@ def test_common_prefixes_are_read_once(target, nested):
 
 
 def test_reused_slots_do_not_damage_cached_prefixes(target, prompts):
-    prefixes = Prefixes(lines=8)
+    prefixes = PrefixCache(most_texts=8)
     first = texts(target, prompts, prefixes, slots=1, **SHORT)
     longer = [prompt + output for prompt, output in zip(prompts, first, strict=True)]
     assert texts(target, longer, prefixes, slots=2, **SHORT) == texts(target, longer, **SHORT)
@@ -55,16 +58,16 @@ def test_features_are_cached_with_keys_and_values(target, nested):
     def watch(state, draft, verdict):
         seen.append(state.features[0, : len(nested[1]) - 1].clone())
 
-    prefixes = Prefixes(lines=2)
+    prefixes = PrefixCache(most_texts=2)
     options = {"seeds": [0], "taps": (2,), "max_new_tokens": 2, "sampling": GREEDY}
     decode(target, [nested[1]], on_round=watch, **options)
-    decode(target, [nested[0]], prefixes=prefixes, **options)
-    decode(target, [nested[1]], prefixes=prefixes, on_round=watch, **options)
+    decode(target, [nested[0]], prefix_cache=prefixes, **options)
+    decode(target, [nested[1]], prefix_cache=prefixes, on_round=watch, **options)
     assert torch.allclose(*seen, atol=1e-4)
 
 
 def test_speculation_after_a_cached_prefix_keeps_the_text(target, nested):
-    prefixes = Prefixes(lines=4)
+    prefixes = PrefixCache(most_texts=4)
     texts(target, nested, prefixes, **SHORT)
     longer = [nested[-1] + [50, 60]]
     drafted = texts(target, longer, prefixes, drafter=Lookup(), **SHORT)
@@ -77,7 +80,7 @@ def test_device_rounds_end_at_given_ids_and_fill_the_prefix_cache(target, prompt
     cut = texts(target, prompts, ends=ends, **SHORT)
     assert cut != expected
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
-    prefixes = Prefixes(lines=3)
+    prefixes = PrefixCache(most_texts=3)
     assert texts(target, prompts, prefixes, ends=ends, **SHORT) == cut
     longer = [prompt + output for prompt, output in zip(prompts, cut, strict=True)]
     read = prefixes.read
@@ -89,7 +92,7 @@ def test_device_rounds_end_at_given_ids_and_fill_the_prefix_cache(target, prompt
 def test_prefixes_work_with_transformers_forward(tiny_directory, kind):
     target = load_target(tiny_directory(kind), device="cpu", dtype="fp32")
     prompt = list(range(40, 70))
-    prefixes = Prefixes(lines=2)
+    prefixes = PrefixCache(most_texts=2)
     for some in ([prompt[:20]], [prompt[:21], prompt]):
         assert texts(target, some, prefixes, **SHORT) == texts(target, some, **SHORT)
 
