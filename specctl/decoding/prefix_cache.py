@@ -146,10 +146,11 @@ class PrefixCache:
         """Length of the longest shared prefix, and the text that has it. The prompt's last token never counts: it must
         run, as its logits are needed."""
         best: tuple[int, CachedText | None] = (0, None)
+        usable = prompt[:-1]
         for text in (*self.texts, *earlier):
             if taps and text.tapped is None:
                 continue
-            shared = sum(takewhile(bool, map(eq, prompt[:-1], text.ids)))
+            shared = sum(takewhile(bool, map(eq, usable, text.ids)))
             if shared > best[0]:
                 best = shared, text
         return best
