@@ -557,8 +557,17 @@ class TestCosts:
             monkeypatch.setattr(costs.threads.OtherProcesses, "busy", lambda self, busy=busy: busy)
             assert costs.costs_of(target, Claims(), "claims") == CHEAP
             said = capsys.readouterr().err
-            assert ("measured again next time, because other processes kept 1.6 of 2 cores busy" in said) == (not saved)
+            assert ("measures them again, because other processes kept 1.6 of 2 cores busy" in said) == (not saved)
             assert (tmp_path / "specctl" / "costs.json").exists() == saved
+            costs._unsaved.clear()  # as in a new process
+
+    def test_a_process_measures_costs_once_even_if_they_are_not_saved(self, target, tmp_path, monkeypatch, capsys):
+        """`select` measured the costs of plain rounds again for every text drafter of its pool."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
+        monkeypatch.setattr(costs, "_disturbed", lambda *_: "the machine is busy")
+        assert [costs.costs_of(target, Claims(), "claims") for _ in range(3)] == [CHEAP] * 3
+        assert capsys.readouterr().err.count("measuring what rounds cost") == 1
 
     def test_a_signal_ends_measuring_within_a_round(self, target, monkeypatch):
         """It was answered only after all repetitions, which took 17 seconds on a busy core."""
@@ -584,7 +593,7 @@ class TestCosts:
         monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
         assert costs.costs_of(target, Claims(), "claims") == CHEAP
         said = capsys.readouterr().err
-        assert "measured again next time, because" in said and "saved in" not in said
+        assert "measures them again, because" in said and "saved in" not in said
 
 
 class TestNames:

@@ -1,7 +1,7 @@
 """Measure the costs of a round on this machine: the target's rows, and the passes of a head before them.
 
 The costs decide how deep a draft pays off. They are measured once per machine, target and head, and cached. So equal
-runs draft equally, and no measurement runs inside timed code.
+runs draft equally, and no measurement runs inside timed code. Costs that are not saved last until the process ends.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ class Costs:
 
 
 SINGLE = [field.name for field in fields(Costs) if field.name != "rounds"]
+_unsaved: dict[tuple[Path, str], Costs] = {}
+"""Costs of this process that could not be saved, by the cache file and their key in it."""
 
 
 def costs_of(target: Target, head: CandidateDrafter | None, name: str) -> Costs:
@@ -125,18 +127,22 @@ def costs_of(target: Target, head: CandidateDrafter | None, name: str) -> Costs:
         if leads:
             reason = getattr(error, "strerror", None) or error
             progress.warn(f"ignoring {path}: {reason}; costs are measured again")
-    if (known := processes.broadcast_value(known)) is not None:
+    if (known := processes.broadcast_value(known or _unsaved.get((path, key)))) is not None:
         return known
     if leads:
-        progress.log("measuring what rounds cost on this machine, once")
+        progress.log("measuring what rounds cost on this machine")
     others = threads.OtherProcesses()
     costs = processes.broadcast_value(measure(target, head))
     if leads:
         disturbed = _disturbed(target, others.busy() or 0.0)
-        where = f"measured again next time, because {disturbed}" if disturbed else _save(path, key, costs)
+        unsaved = f"because {disturbed}" if disturbed else _save(path, key, costs)
+        where = f"saved in {path}"
+        if unsaved:
+            _unsaved[path, key] = costs
+            where = f"the next command measures them again, {unsaved}"
         levels = "" if head is None else f", drafting one level {costs.first:.2f}, each further level {costs.level:.2f}"
         progress.log(
-            f"measured once, relative to a round of one row: 8 rows {costs.round(8):.2f}, 16 rows "
+            f"costs, relative to a round of one row: 8 rows {costs.round(8):.2f}, 16 rows "
             f"{costs.round(16):.2f}, {TEXTS} sequences {costs.round(1, TEXTS):.2f}{levels} ({where})"
         )
     return costs
@@ -163,7 +169,7 @@ def _disturbed(target: Target, busy: float) -> str:
 
 
 def _save(path: Path, key: str, costs: Costs) -> str:
-    """Add costs to the cache file. Returns where they are now, in words."""
+    """Add costs to the cache file. Returns the reason if they could not be saved, else an empty text."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         others = {}
@@ -171,8 +177,8 @@ def _save(path: Path, key: str, costs: Costs) -> str:
             others = _read(path)
         atomic_write(path, json.dumps(others | {key: asdict(costs)}, indent=1))
     except OSError as error:
-        return f"measured again next time, because {path} cannot be written: {error.strerror}"
-    return f"saved in {path}"
+        return f"because {path} cannot be written: {error.strerror}"
+    return ""
 
 
 def _machine(target: Target) -> str:
