@@ -107,11 +107,13 @@ def check_target(recipe: TrainRecipe) -> None:
     family = FAMILIES[recipe.arch]
     if family.check_target is not None:
         pkgutil.resolve_name(family.check_target)(recipe.target)
-    elif family.trainable is not None and recipe.drafter != DrafterRecipe() and checks.local_target(recipe.target):
-        from specctl.decoding.models.loading import DTYPES, load_config
+    elif family.trainable is not None and recipe.drafter != DrafterRecipe():
+        from specctl.decoding.models.loading import DTYPES
         from specctl.training.target_outline import Outline
 
-        Outline.of(load_config(**recipe.target.described), DTYPES["bf16"]).drafter(recipe)
+        config = checks.target_config(recipe.target)
+        if config is not None:
+            Outline.of(config, DTYPES["bf16"]).drafter(recipe)
 
 
 def check_layers(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> None:
@@ -387,7 +389,8 @@ def _checks(recipe: TrainRecipe) -> list[str]:
     from specctl.training.estimate import loads_layers_here
 
     prompts, every = recipe.eval.prompts, recipe.eval.every
-    if not recipe.trains_without_layers or checks.local_target(recipe.target) is None or loads_layers_here(recipe):
+    where = checks.local_target(recipe.target)
+    if where is None or loads_layers_here(recipe, where):
         return [
             f"measure mat on {prompts} held-out prompts every {every} steps and keep the best",
             "measure the best checkpoint again on the same number of other prompts",

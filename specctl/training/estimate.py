@@ -176,13 +176,16 @@ def loads_layers(recipe: TrainRecipe, outline: Outline, machine: Machine) -> boo
     return sum(memory.values()) <= HEADROOM * machine.memory_gb * GB
 
 
-def loads_layers_here(recipe: TrainRecipe) -> bool:
+def loads_layers_here(recipe: TrainRecipe, where: str) -> bool:
     """Whether training on this machine loads the whole target (`loads_layers`). If the recipe leaves that open, it does
-    on a GPU that the table does not know, and under tensor parallelism, unless only an engine can run the target."""
+    on a GPU that the table does not know, and under tensor parallelism, unless only an engine can run the target.
+
+    `where`: name of the target, or the directory with its configuration, which is read without asking the hub.
+    """
     chosen, machine = recipe.features.whole_target, machine_for(recipe)
     if chosen is not None or not recipe.trains_without_layers:
         return chosen is not False
-    config = load_config(**recipe.target.described)
+    config = load_config(**recipe.target.described | {"name": where})
     if engine_only_reason(config) is not None:
         return False
     if recipe.target.tensor_parallel > 1 or machine is None:

@@ -84,7 +84,7 @@ def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
     """Load target and data, join the process group, and build the drafter with its engine."""
     recipe, adapters = with_adapters(recipe)
     torch.manual_seed(recipe.data.seed)  # every rank starts from the same weights
-    whole = loads_layers_here(recipe)
+    whole = loads_layers_here(recipe, recipe.target.name)
     if not whole:
         log(f"target {recipe.target.name} is loaded without its layers: mat is estimated, not measured")
     target = load_target(**recipe.target.loading, whole=whole)

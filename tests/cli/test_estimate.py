@@ -6,8 +6,10 @@ import signal
 import stat
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from specctl.drafters.pool import FAMILIES
 from specctl.engines import vllm
@@ -71,6 +73,15 @@ def test_paper_recipes_are_estimated_from_the_cache(specctl, hub_cache, name):
         assert sum(line.startswith("estimate:") for line in done.json["steps"]) == 4
         assert any("assumption" in line for line in done.json["steps"])
     assert "lean step" in done.json["steps"][0], "the configuration in the cache was not looked at"
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b-instruct-eagle3", "llama-3.1-8b-instruct-eagle3-stream"])
+def test_a_plan_does_not_ask_the_hub(specctl, hub_cache, monkeypatch, name):
+    """A recipe with sizes of its drafter, and a training on served features, looked the target up there."""
+    asked, real = [], AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda where, **more: asked.append(where) or real(where, **more))
+    specctl.ok("train-drafter", "--recipe", f"train-drafter/{name}", "--dry-run", "features.whole_target=null")
+    assert asked and all(Path(where).is_dir() for where in asked)
 
 
 def test_without_the_configuration_the_plan_says_it_is_missing(specctl, monkeypatch, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
@@ -310,3 +311,14 @@ def test_scaled_rope_is_refused(tiny_directory, tmp_path):
     place = toys.write(tmp_path / "scaled", "qwen", tiny_directory("llama3-rope"))
     with pytest.raises(CheckpointError, match="scaled or partial RoPE \\(llama3\\)"):
         layouts.check(TargetRecipe(name=place))
+
+
+def test_checking_a_cached_target_does_not_ask_the_hub(tiny_directory, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    toys.write(tmp_path / "models--a--b/snapshots" / ("0" * 40), "qwen", tiny_directory("llama"))
+    (tmp_path / "models--a--b/refs").mkdir()
+    (tmp_path / "models--a--b/refs/main").write_text("0" * 40)
+    asked, real = [], AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda where, **more: asked.append(where) or real(where, **more))
+    layouts.check(TargetRecipe(name="a/b"))
+    assert asked and all(Path(where).is_dir() for where in asked)

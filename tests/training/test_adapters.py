@@ -286,7 +286,7 @@ def test_data_of_an_engines_model_needs_no_adapter_here(here, targets, engine):
     engine.logprobs = lambda ids: None
     recipe_of_both = asked(here, "a", "b", features=served(engine, adapters={"bank": "bank-1"}))
     made, adapters = with_adapters(recipe_of_both)
-    assert made.features.whole_target is False and not loop.loads_layers_here(made)
+    assert made.features.whole_target is False and not loop.loads_layers_here(made, made.target.name)
     assert [author.model for author in adapters.values()] == ["law", "bank"]
     assert with_adapters(made) == (made, adapters)
     store, texts = opened(recipe_of_both, load_target("builtin", **FP32, whole=False), here)

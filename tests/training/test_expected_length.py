@@ -183,13 +183,15 @@ def test_layers_are_loaded_by_the_recipe_or_if_they_fit(distilled, tmp_path, mon
     """The size of the host memory decides unless the recipe sets `whole_target`."""
     server = FeatureRecipe(mode="server")
     made = recipe(distilled, tmp_path, features=server)
-    assert estimate.loads_layers_here(made)
+    assert estimate.loads_layers_here(made, "builtin")
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"total": 30e6}))
-    assert not estimate.loads_layers_here(made)
+    assert not estimate.loads_layers_here(made, "builtin")
     for chosen in (True, False):
         told = server.model_copy(update={"whole_target": chosen})
-        assert estimate.loads_layers_here(recipe(distilled, tmp_path, features=told)) is chosen
-    assert estimate.loads_layers_here(recipe(distilled, tmp_path)), "features of our own are made by the layers"
+        assert estimate.loads_layers_here(recipe(distilled, tmp_path, features=told), "builtin") is chosen
+    assert estimate.loads_layers_here(recipe(distilled, tmp_path), "builtin"), (
+        "features of our own are made by the layers"
+    )
 
 
 @pytest.mark.parametrize(

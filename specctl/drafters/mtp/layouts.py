@@ -153,10 +153,11 @@ def read(layer: NativeLayer, revision: str | None = None) -> dict[str, Tensor]:
 
 def check(target: TargetRecipe) -> None:
     """Raise CheckpointError if a target on this machine has no MTP layer that can be trained."""
-    if model_directory(target.name, target.revision) is None:
+    directory = model_directory(target.name, target.revision)
+    if directory is None:
         return  # it is downloaded first and checked then
     layer = find(target.name, target.revision)
-    config = load_config(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    config = load_config(str(directory), trust_remote_code=target.trust_remote_code)  # does not ask the hub
     check_computable(layer, config.get_text_config())
 
 
