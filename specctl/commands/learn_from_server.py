@@ -114,7 +114,11 @@ def learn_from_server(
         options = recipe.publication
         publisher = Publisher(client, make_exporter(client), options.dir or run.dir / VERSIONS, options)
         rejections = Rejections(
-            run.dir / REJECTED, recipe.data.max_rejected, hold=run.replaces_earlier, expected=logs.EXPECTED
+            run.dir / REJECTED,
+            recipe.data.max_rejected,
+            hold=run.replaces_earlier,
+            expected=logs.EXPECTED,
+            what="responses",
         )
         told = counts or LearningCounts()
         told.on = True

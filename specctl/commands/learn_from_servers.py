@@ -109,7 +109,7 @@ def learn_from_servers(
             run.dir / LOG,
             target,
             first.target.chat_template_kwargs,
-            Rejections(run.dir / REJECTED, first.data.max_rejected, expected=logs.EXPECTED),
+            Rejections(run.dir / REJECTED, first.data.max_rejected, expected=logs.EXPECTED, what="responses"),
             {redacted(url): recipe.chunk for url, recipe in recipes.items()},
         )
         kinds = {one.url: one.facts.engine for one in client.servers}

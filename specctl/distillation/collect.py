@@ -28,7 +28,9 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
     """
     domain = label(recipe.data.domain)
     output = recipe.output
-    rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected, expected=logs.EXPECTED)
+    rejections = Rejections(
+        run.dir / "rejected.jsonl", recipe.data.max_rejected, expected=logs.EXPECTED, what="responses"
+    )
     check_free(output, ALONE, resume=recipe.resume, overwrite=recipe.overwrite, private=True)
     target = target or load_target_text(**recipe.target.text)
     run.annotate(target=target.identity)

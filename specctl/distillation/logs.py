@@ -2,7 +2,8 @@
 
 {"request": {"messages": […], …}, "response": {"choices": [{"message": {…}, "finish_reason": "stop"}], …}}
     a request to an OpenAI-compatible server with its response; both may be strings of JSON. Token ids in the response
-    (vLLM's `return_token_ids`, the proxy of `specctl learn-from-server`) are used unchanged.
+    (vLLM's `return_token_ids`, the proxy of `specctl learn-from-server`) are used unchanged. The request may also be
+    `body`, as in OpenAI's batch files, or the row itself (`messages` beside `response`), and the response a text.
 {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
 {"instruction": "…", "input": "…", "output": "…"}                                                       Alpaca
 {"prompt": "…", "response": "…"}
@@ -110,7 +111,7 @@ class LoggedTurn(NamedTuple):
 def turns(row: dict[str, Any]) -> list[LoggedTurn]:
     """The assistant's turns in a line. ValueError says why there are none."""
     if "response" in row and "prompt" not in row:
-        request, response = body_of(row, "request"), body_of(row, "response")
+        request, response = _exchange(row)
         choices = response.get("choices")
         if not isinstance(choices, list) or len(choices) < 2:
             return [_turn_from_exchange(request, response)]
@@ -127,7 +128,7 @@ def turns(row: dict[str, Any]) -> list[LoggedTurn]:
 
 def check_beginning(file: str, max_rejected: float) -> None:
     """Raise DataError if none of the first lines of a file has a turn: the user learns of a wrong file at once."""
-    rejections = Rejections(None, max_rejected, expected=EXPECTED)
+    rejections = Rejections(None, max_rejected, expected=EXPECTED, what="responses")
     if next(read(file, rejections, CHECKED_LINES), None) is None:
         rejections.check()
         raise no_responses(file)
@@ -292,6 +293,20 @@ def _up_to_end(ids: list[int], cut: bool, end: int | None, target: TargetText) -
     return [*ids, end]
 
 
+def _exchange(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Request and response of a row. ValueError says what is missing."""
+    given = row["response"]
+    if isinstance(given, list) or (isinstance(given, str) and given.startswith("data:")):
+        raise ValueError("its response is a stream in pieces: log the whole answer")
+    if isinstance(given, str) and given.strip() and not given.lstrip().startswith("{"):
+        answer = {"message": {"content": given}, "finish_reason": "stop"}
+        row = row | {"response": {"choices": [answer]}}
+    asked = next((name for name in ("request", "body") if name in row), None)
+    if asked is None and "messages" not in row:
+        raise ValueError("has a response, but no `request`, `body` or `messages`")
+    return row if asked is None else body_of(row, asked), body_of(row, "response")
+
+
 def _turn_from_exchange(request: dict[str, Any], response: dict[str, Any]) -> LoggedTurn:
     given = _engine_ids(request, response)
     if given is None:
@@ -364,7 +379,7 @@ def _turn_from_messages(request: dict[str, Any], response: dict[str, Any]) -> Lo
         raise ValueError("its response has no `choices`")
     message = choices[0].get("message")
     if not isinstance(message, dict):
-        raise ValueError("its response has no message")
+        raise ValueError("its response is no chat: of a completion, only token ids (`return_token_ids`) can be used")
     if not isinstance(request.get("messages"), list) or not request["messages"]:
         raise ValueError("`messages` must be a non-empty list")
     asked = conversation_with(request, request["messages"])

@@ -25,8 +25,10 @@ class Rejections:
     With `hold`, the file of an earlier run stays at `path` until `release`, because this run may still be refused.
     """
 
-    def __init__(self, path: Path | None, allowed: float, *, hold: bool = False, expected: str = EXPECTED):
-        self.path, self.allowed, self.expected = path, allowed, expected
+    def __init__(
+        self, path: Path | None, allowed: float, *, hold: bool = False, expected: str = EXPECTED, what: str = "prompts"
+    ):
+        self.path, self.allowed, self.expected, self.what = path, allowed, expected, what
         self.seen = 0  # lines read, good and bad
         self.count = 0
         self.too_long = 0  # later turns of traces that do not fit the context
@@ -84,7 +86,8 @@ class Rejections:
         one line."""
         kept = f"all of them are in {self.path}" if self.path and self._held is None else ""
         if self.too_many:
-            share = f"{self.count} of {self.seen} prompts rejected, more than data.max_rejected={self.allowed:g} allows"
+            count = f"{self.count} of {self.seen} {self.what} rejected"
+            share = f"{count}, more than data.max_rejected={self.allowed:g} allows"
             hint = f"expected {self.expected}" + (f"; {kept}" if kept else "")
             raise DataError("\n  ".join([share, *self.reasons]), hint=hint)
         self.report()
@@ -94,7 +97,7 @@ class Rejections:
         kept = f"all of them are in {self.path}" if self.path else ""
         if self.count > self._reported:
             self._reported = self.count
-            progress.log(f"{self.count} of {self.seen} prompts rejected ({self.reasons[0]}){kept and '; ' + kept}")
+            progress.log(f"{self.count} of {self.seen} {self.what} rejected ({self.reasons[0]}){kept and '; ' + kept}")
         if self.too_long > self._reported_long:
             self._reported_long = self.too_long
             progress.log(f"{self.too_long} later turns of traces do not fit the target's context: left out")

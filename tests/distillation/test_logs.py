@@ -33,6 +33,10 @@ LOGGED = {
         LOGGED,
         {key: json.dumps(body) for key, body in LOGGED.items()},
         {"request": {"body": LOGGED["request"]}, "response": {"status_code": 200, "body": LOGGED["response"]}},
+        {"custom_id": "1", "body": LOGGED["request"], "response": {"status_code": 200, "body": LOGGED["response"]}},
+        LOGGED["request"] | {"response": LOGGED["response"]},
+        {"messages": [ASK], "response": SAY["content"]},
+        {"request": LOGGED["request"], "response": SAY["content"]},
         {"messages": [ASK, SAY]},
         {"messages": [ASK, SAY | {"content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "5."}]}]},
         {"conversations": [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value": SAY["content"]}]},
@@ -100,7 +104,10 @@ def test_finish_reason_and_temperature_are_read():
         ({"request": LOGGED["request"], "response": {"choices": [{"message": {"content": None}}]}}, "must be a string"),
         ({"request": "x{", "response": LOGGED["response"]}, "not JSON"),
         ({"request": "[" * 100_000, "response": LOGGED["response"]}, "not JSON"),
-        ({"response": LOGGED["response"]}, "has no `request`"),
+        ({"response": LOGGED["response"]}, "no `request`, `body` or `messages`"),
+        ({"request": LOGGED["request"], "response": [{"choices": [{"delta": {}}]}]}, "stream in pieces: log the whole"),
+        ({"request": LOGGED["request"], "response": "data: {}"}, "stream in pieces: log the whole"),
+        ({"request": {"prompt": "x"}, "response": {"choices": [{"text": "y"}]}}, "only token ids"),
         ({"prompt": "x"}, "no answer from the assistant"),
     ],
 )
@@ -420,7 +427,7 @@ def test_byte_order_marks_are_skipped(go, tmp_path):
 
 
 def test_invalid_lines_are_counted_and_limited(go, tmp_path):
-    with pytest.raises(DataError, match="2 of 12 prompts rejected") as error:
+    with pytest.raises(DataError, match="2 of 12 responses rejected") as error:
         go([*many(10), {"messages": [ASK]}, {}])
     assert '"request"' in error.value.hint
     result = go([*many(10), {"messages": [ASK]}, {}], "more", data={"max_rejected": 0.5})
