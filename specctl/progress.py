@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 LINE_EVERY_S = 30.0
+SLOW = 0.1  # rate per second below which the seconds of each unit are shown
 RESUME, RESTART = "continue with --resume", "start the command again"
 STOPPING = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP  # ask a command to save and end
 
@@ -109,10 +110,12 @@ class Progress:
         if not self.total or not rate:
             return ""
         minutes, seconds = divmod(round(max(self.total - self.done, 0) / rate), 60)
-        return f"{minutes}:{seconds:02d} left"
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d} left" if hours else f"{minutes}:{seconds:02d} left"
 
     def _status(self) -> str:
-        shown = [f"{self._rate():.3g} {self.unit}/s"]
+        rate = self._rate()
+        shown = [f"{1 / rate:.3g} s each" if 0 < rate < SLOW else f"{rate:.3g} {self.unit}/s"]
         return ", ".join(shown + [f"{name}={_short(value)}" for name, value in self.fields.items()])
 
 

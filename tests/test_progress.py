@@ -28,6 +28,14 @@ def test_without_a_terminal_a_line_is_printed_every_half_minute(clock, capsys):
     assert lines[0] == "train 30/100 steps (30%), 1 steps/s, loss=0.25, 1:10 left"
 
 
+def test_slow_items_show_their_seconds(clock, capsys):
+    """It said "0.00288 prompts/s", and 1,500 minutes were a time left."""
+    with progress.track("eval", total=100, unit="prompts") as bar:
+        clock[0] += 400
+        bar.update()
+    assert capsys.readouterr().err == "eval 1/100 prompts (1%), 400 s each, 11:00:00 left\n"
+
+
 def test_skipped_items_do_not_count_for_the_speed(clock, capsys):
     """A resumed run used to report hundreds of thousands per second and to be nearly done."""
     with progress.track("online", total=100, unit="prompts") as bar:

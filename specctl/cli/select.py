@@ -26,9 +26,11 @@ FLAGS = (
 )
 EARLIER = ("record", "replay", "train_router", "router_dir", "server", "listen", "resume")
 """Flags of commands that were modes of this one."""
+BOUNDS = ("speedup_at_least", "over_best_arm_at_least")
+"""Fields with certified bounds, which are empty after a short run."""
 COLUMNS = headings(
     *("algo", "kind", "mat", "share_of_best", "share_of_best_256", "share_after_256", "best_arm_ratio", "speedup"),
-    *("over_best_arm", "speedup_at_least", "over_best_arm_at_least", "decide_us_p50", "score_share", "switch_ms"),
+    *("over_best_arm", *BOUNDS, "decide_us_p50", "score_share", "switch_ms"),
     share_of_best="of best arm",
     share_of_best_256="in games of 256 tokens",
     share_after_256="after 256 tokens",
@@ -169,7 +171,7 @@ def show(document: dict[str, Any]) -> Any:
     parts.append(f"intervals over {document['intervals_over']}; speeds {document['speeds']}")
     if statistics := [row for row in document["rewards"] if row["reward"] != "tokens"]:
         parts.append(table(*REWARDS.values(), rows=[[row[name] for name in REWARDS] for row in statistics]))
-    if document["at_least"]:
+    if any(row[name] is not None for row in rows for name in BOUNDS):
         parts.append(document["at_least"])
     if document["mode"] == "record":
         parts.append(f"table: {cell(document['table'])}")

@@ -38,6 +38,8 @@ HEADINGS = {
     "up_to": "up to, tokens",
 }
 """Usual headings of fields, if not their names; net: the time of learning counts."""
+ABOVE_MAT = "above its mat"
+"""Reason of `metrics.why_unusable`."""
 SPEEDS = {"speedup", "speedup_transformers", "speedup_with_training"}
 """Fields to which a row's `unusable` applies."""
 
@@ -72,15 +74,18 @@ def unusable_notes(document: Mapping[str, Any]) -> list[str]:
     """Return one line about the marked numbers of a result document, or an empty list."""
     rows = [row for value in document.values() if isinstance(value, list) for row in value]
     unusable = [row for row in rows if isinstance(row, Mapping) and row.get("unusable")]
-    whose = dict.fromkeys(
-        f"{_row_prefix(row)}{row['unusable']}" for row in unusable or [document] if row.get("unusable")
-    )
-    if not whose:
+    rows_by_reason: dict[str, dict[str, None]] = {}
+    for row in unusable or [document]:
+        if row.get("unusable"):
+            rows_by_reason.setdefault(row["unusable"], {})[_row_name(row)] = None
+    if not rows_by_reason:
         return []
+    told = "; ".join(f"{', '.join(filter(None, names))}: {reason}" for reason, names in rows_by_reason.items())
+    free = " (even a free draft only has × plain = mat)" if ABOVE_MAT in rows_by_reason else ""
     about = document.get("machine")
     busy = f" ({machine(about)})" if isinstance(about, Mapping) else ""
     return [
-        f"{MARK.strip()} speeds that cannot be used: {'; '.join(whose)} (even a free draft only has × plain = mat). "
+        f"{MARK.strip()} speeds that cannot be used: {told.removeprefix(': ')}{free}. "
         f"Other work disturbed the clock{busy}, or there were too few tokens: measure again on an idle machine"
     ]
 
@@ -91,11 +96,11 @@ def machine(about: Mapping[str, Any]) -> str:
     return ", ".join([*words, *([f"other processes kept {text(busy)} cores busy"] if busy is not None else [])])
 
 
-def _row_prefix(row: Mapping[str, Any]) -> str:
-    """Prefix that names a row, such as `sql-eagle3 in sql: `."""
+def _row_name(row: Mapping[str, Any]) -> str:
+    """Name of a row, such as `sql-eagle3 in sql`, or an empty text."""
     name = row.get("drafter") or row.get("algo")
     where = [f"in {row['domain']}"] if row.get("domain") else [f"batch {row['batch']}"] if row.get("batch") else []
-    return f"{' '.join([str(name), *where])}: " if name else ""
+    return " ".join([str(name), *where]) if name else ""
 
 
 def text(value: Any) -> str:

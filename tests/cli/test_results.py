@@ -47,7 +47,11 @@ def test_unusable_speeds_are_marked_and_explained_once(specctl, library):
     assert told.startswith("! speeds that cannot be used: head in sql: above its mat (")
     assert "cores busy), or there were too few tokens: measure again" in told
     assert any(line.startswith("measured on: ") and "test prompts per domain (sql), greedy" in line for line in lines)
-    rows.pop(0)
+    for name in ("first", "second"):
+        rows.append(filled(Row, drafter=name, domain="sql", **numbers | {"unusable": "its interval is wide"}))
+    told = next(line for line in specctl("eval", "--drafter", "lookup").out.splitlines() if line.startswith("!"))
+    assert "head in sql: above its mat; first in sql, second in sql: its interval is wide (even a free draft" in told
+    rows[:] = rows[1:2]
     lengths.clear()
     assert "cannot be used" not in specctl("eval", "--drafter", "lookup").out
     assert specctl("eval", "--drafter", "lookup", "--json").json["rows"][0]["unusable"] is None

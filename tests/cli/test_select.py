@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from specctl.cli.select import COLUMNS, show
+from specctl.cli.select import BOUNDS, COLUMNS, show
 from specctl.decoding.controllers import PLAIN
 from specctl.decoding.device.rounds import DeviceRounds
 from specctl.decoding.target import load_target
@@ -94,6 +94,9 @@ def test_headings_match_the_kind_of_result(mode, yardstick, there, absent):
     lines = [line.split() for line in shown.splitlines()]
     assert ["×", "plain", "in", "sql", "chat"] in lines and ["hedgespec", "1.25", "1.25"] in lines
     assert [line[1] for line in lines if line[:1] == ["lookup"]] == ([] if mode == "live" else ["be", "bd"])
+    row |= dict.fromkeys(BOUNDS)  # a run too short to have a bound used to explain it
+    console.print(show(document))
+    assert console.file.getvalue().count("holds at every moment") == 1
 
 
 def test_select_and_report_run_end_to_end(specctl, tmp_path):
