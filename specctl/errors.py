@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 STARS = "***"
+SHORTEST_BEGINNING = 3  # characters from which the beginning of a name counts as the name
 NAMES = (
     r"(?:(?:api|access|auth|secret|private|hf)[_-]?(?:key|token)|(?<![A-Za-z0-9_-])(?:token|secret|password|passwd))"
 )
@@ -34,11 +35,13 @@ def brief(text: str, longest: int = 200) -> str:
 def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str], most: int = 1, cutoff: float = 0.6) -> str:
     """Return `did you mean X?` with the known names nearest to `name`, or an empty string if no name is near.
 
-    If `known` is a mapping, `name` is compared with the keys and the text shows their values.
+    A name that begins with `name` is nearest. If `known` is a mapping, `name` is compared with the keys and the text
+    shows their values.
     `cutoff`: least similarity of a near name, as in `difflib`.
     """
     names = known if isinstance(known, Mapping) else {one: one for one in known}
-    near = [names[one] for one in get_close_matches(name, names, n=most, cutoff=cutoff)]
+    begins = [one for one in names if len(name) >= SHORTEST_BEGINNING and one.startswith(name) and one != name][:most]
+    near = [names[one] for one in begins or get_close_matches(name, names, n=most, cutoff=cutoff)]
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 

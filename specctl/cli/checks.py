@@ -225,12 +225,13 @@ def pool_members(pool: Path) -> list[str]:
 def check_run_dir(command: str, recipe: Any) -> None:
     """Check the run directory that a recipe names, if any, as `check_output` does."""
     if recipe.output_dir:
-        resume = getattr(recipe, "resume", False)
+        resume = getattr(recipe, "resume", None)
         check_output(command, recipe.output_dir, resume=resume, overwrite=recipe.overwrite)
 
 
-def check_output(command: str, path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Check that `command` can write to the directory `path`, which must be free, resumed or overwritten.
+def check_output(command: str, path: Path, *, resume: bool | None = None, overwrite: bool = False) -> None:
+    """Check that `command` can write to the directory `path`, which must be free, resumed or overwritten. `resume` is
+    None for a command that cannot resume.
 
     Under torchrun only rank 0 checks, because the others may find files that rank 0 has just made. Raises UsageError,
     SpecctlError.
@@ -242,7 +243,8 @@ def check_output(command: str, path: Path, *, resume: bool = False, overwrite: b
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file, not a directory", hint="choose another --output-dir")
     if not (resume or overwrite) and path.is_dir() and any(there.name != lock.NAME for there in path.iterdir()):
-        raise UsageError(f"{path} exists", hint="--overwrite replaces it, --resume continues it if the command can")
+        continues = "" if resume is None else ", --resume continues it"
+        raise UsageError(f"{path} exists", hint=f"--overwrite replaces it{continues}; or choose another --output-dir")
     check_same_command(path, command)
     check_writable(path)
 

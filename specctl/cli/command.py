@@ -210,7 +210,8 @@ def _resolve(
     overrides = [text for text in operands if OVERRIDE.fullmatch(text)]
     plain = [text for text in operands if not OVERRIDE.fullmatch(text)]
     if len(plain) > (operand is not None):
-        raise UsageError(f"unexpected argument {plain[-1]!r}", hint="write overrides as key.sub=value")
+        whole = f"give one {operand.upper()}, and quote it if it has spaces; " if operand else ""
+        raise UsageError(f"unexpected argument {plain[-1]!r}", hint=f"{whole}write overrides as key.sub=value")
     flags = [Setting((operand,), text, operand.upper()) for text in plain if operand]
     resolved = resolve(name, recipe, overrides, flags + options.settings(given, name))
     return command_for(resolved), resolved

@@ -56,6 +56,8 @@ def prompt_of(recipe: GenerateRecipe) -> str:
                 text = os.fsencode(text).decode()
     except UnicodeError:
         raise DataError("the prompt is not UTF-8") from None
+    if os.path.isfile(text):
+        progress.warn(f"the prompt is the name of a file; its content is the prompt of specctl generate - < {text}")
     if not text.strip():
         raise UsageError("the prompt is empty", hint='specctl generate "your question"')
     return text

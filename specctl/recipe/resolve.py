@@ -8,6 +8,7 @@ given by the name alone: SPECCTL_TARGET=./model, `target=./model`.
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -405,7 +406,7 @@ def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
     got = "" if isinstance(given, dict | Section) else f" (got {brief(repr(given))})"
     near = ""
     if error["type"] == "literal_error" and isinstance(given, str):
-        near = _nearest(given, [part for part in error["ctx"]["expected"].split("'") if part.isidentifier()])
+        near = _nearest(given, re.findall("'([^']+)'", error["ctx"]["expected"]))
     return f"{_location(origin, location)}: {problem}{got}{near}"
 
 

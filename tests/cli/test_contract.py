@@ -148,6 +148,10 @@ def test_a_hint_follows_all_lines_of_a_message(specctl, library):
         (["distill", "--chat-template-kwargs", "[" * 10**5], "error: --chat-template-kwargs: not JSON: nested"),
         (["eval", "--drafter", "lokup"], "error: no drafter lokup (hint: did you mean lookup? name a directory"),
         (["eval", "--drafter", "drafters/sql-eagl3"], "(hint: did you mean drafters/sql-eagle3? name a directory"),
+        (["train-drafter", "resources.gpu=h100"], "(did you mean h100-80g?)"),  # it said h200
+        (["generate", "How", "many?"], "(hint: give one PROMPT, and quote it if it has spaces; write overrides as"),
+        (["generate", "hi", "--output-dir", "drafters"], "(hint: --overwrite replaces it; or choose another --output-"),
+        (["distill", "--output-dir", "drafters"], "(hint: --overwrite replaces it, --resume continues it; or choose"),
     ],
 )
 def test_a_wrong_command_line_gives_one_error_line(specctl, tmp_path, argv, said):

@@ -33,6 +33,14 @@ def test_generate_prints_the_text_and_its_numbers(specctl, library):
     assert specctl("generate", "Q", "-q").out == "SELECT [a] FROM t\n"
 
 
+def test_a_prompt_that_is_the_name_of_a_file_is_reported(specctl, library, tmp_path):
+    """The answer was about the name, and nothing said so."""
+    (tmp_path / "prompt.txt").write_text("Q")
+    library("generate", lambda recipe, run: filled(GenerateResult, prompt=recipe.prompt, text="A", pieces=[]))
+    assert "specctl generate - < prompt.txt" in specctl.ok("generate", "prompt.txt").err
+    assert not specctl.ok("generate", "prompt").err
+
+
 def test_unusable_speeds_are_marked_and_explained_once(specctl, library):
     """On a busy machine times are meaningless, but mat stays valid. Usable rows are unchanged."""
     numbers = {"mat": 1.46, "speedup": 2.53, "tokens": 10, "unusable": "above its mat"}
