@@ -151,9 +151,9 @@ def reason_for_fewer(facts: CpuFacts) -> str:
     return f"other processes keep {facts.busy:.1f} of {counted(facts.allowed, 'core')} busy"
 
 
-def counted(count: int, thing: str) -> str:
+def counted(count: float, thing: str) -> str:
     """Return a count with its noun: `1 thread`, `2 threads`."""
-    return f"{count} {thing}{'' if count == 1 else 's'}"
+    return f"{count if isinstance(count, int) else f'{count:g}'} {thing}{'' if count == 1 else 's'}"
 
 
 def requested_threads(environ: Mapping[str, str]) -> int | None:

@@ -19,6 +19,7 @@ from specctl.cli.options import TARGET
 from specctl.cli.output import fields, output, table, with_next
 from specctl.errors import CheckpointError, RecipeError, UsageError
 from specctl.reporting.tables import text
+from specctl.threads import counted
 
 if TYPE_CHECKING:
     from specctl.engines.records import HiddenStatesSpec
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from specctl.training.example import Author
 
 AUTO = Path("auto")  # value of `init`: start from a generalist, if there is one
+STARTS = "start a server with: "  # begins a step of the plan, which recipes/slurm/stream.sbatch looks for
 PROMPT_SAMPLE = 200  # number of records with prompts that are measured
 FLAGS = (
     *("arch", "domain", "each", "init", "lora", "prompts", "data_limit", "features_from"),
@@ -51,6 +53,7 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         recipe = with_init_arch(recipe, recipe.init)
     else:
         check_target(recipe)
+        report_norms(recipe)
     general = recipe.first_stage()
     recipes = (recipe if general is None else recipe.second_stage(general)).per_domain()
     if general is not None and not (general.output / "config.json").is_file():  # an existing one is used again
@@ -67,8 +70,14 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     silent = [unanswered(training, authors) for training, authors in zip(recipes, adapters, strict=True)]
     if dry_run:
         expected = [estimate(training, first) for training in recipes]
-        words = steps(recipes, adapters, first, silent) + [line for lines, _ in expected for line in lines]
         estimates = [document for _, document in expected]
+        words = steps(recipes, adapters, first, silent) + launching(recipe)
+        for training, (lines, _) in zip(recipes, expected, strict=True):
+            named = f"estimate for {training.output.name}:" if len(recipes) > 1 else "estimate:"
+            words += [line.replace("estimate:", named, 1) for line in lines]
+        known = [one for one in estimates if one is not None]
+        if len(known) == len(recipes) > 1:
+            words.append(total(known))
         return checks.show("train-drafter", recipe, words, estimate=estimates if recipe.each else estimates[-1])
     with library_output():
         for source, missing in first.items():
@@ -114,6 +123,16 @@ def check_target(recipe: TrainRecipe) -> None:
         config = checks.target_config(recipe.target)
         if config is not None:
             Outline.of(config, DTYPES["bf16"]).drafter(recipe)
+
+
+def report_norms(recipe: TrainRecipe) -> None:
+    """Report that llama.cpp cannot run the head, which the owner of a GGUF file may expect. A training takes hours."""
+    from specctl.decoding.models.loading import is_gguf
+
+    drafter = recipe.drafter
+    readable = drafter.norm_output is False and (drafter.norm_before_fc or drafter.fc_norm is False)
+    if recipe.arch == "eagle3" and is_gguf(recipe.target.name) and not readable:
+        progress.log("llama.cpp does not compute this head's norms; for llama.cpp add --recipe train-drafter/llama-cpp")
 
 
 def check_layers(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> None:
@@ -307,6 +326,29 @@ def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> tuple[lis
     return expected.lines, asdict(expected)
 
 
+def total(estimates: list[dict[str, Any]]) -> str:
+    """Return a line with the time of all trainings, which run one after the other."""
+    from specctl.training.estimate import duration
+
+    hours = sum(one["hours"] for one in estimates)
+    return f"estimate for all {len(estimates)} drafters, one after the other: {duration(hours)}"
+
+
+def launching(recipe: TrainRecipe) -> list[str]:
+    """Return a line about how to start one process per GPU, if the machine has several and no launcher runs."""
+    from specctl.families import trainable_families
+    from specctl.training.machine import machine_for
+
+    machine = machine_for(recipe)
+    told = "WORLD_SIZE" in os.environ or recipe.resources.processes is not None
+    if machine is None or machine.processes == 1 or told or recipe.arch not in trainable_families():
+        return []
+    return [
+        f"one process runs; for {machine.processes} GPUs, distil first, and start this command with torchrun "
+        f"--nproc-per-node {machine.processes} -m specctl train-drafter … (specctl guide clusters)"
+    ]
+
+
 def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
     """Return counts and lengths of the data. Responses still to be distilled count as half of the longest response."""
     from specctl.distillation import store
@@ -325,8 +367,8 @@ def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
             here, mean = held.responses, held.response_tokens / max(1, held.responses)
             prompt = sum(sample) / max(1, len(sample))
         number, responses, prompts = number + here, responses + here * mean, prompts + here * prompt
-    counted = not any(source in first for source in recipe.data_dirs)
-    return Texts(number, max(1.0, responses / max(1, number)), prompts / max(1, number), counted=counted)
+    known = not any(source in first for source in recipe.data_dirs)
+    return Texts(number, max(1.0, responses / max(1, number)), prompts / max(1, number), counted=known)
 
 
 def steps(
@@ -350,7 +392,8 @@ def steps(
         sources = [f"{source}{own.get(source, '')}" for source in recipe.data_dirs]
         plans.append(f"read distilled data from {', '.join(sources)}")
         served = _served(recipe, authors, missing_servers) if recipe.features.is_served else []
-        plans += served + _training(recipe) if recipe.arch in trainable_families() else _collecting(recipe, reason)
+        plans += [line for line in served if line not in plans or not line.startswith(STARTS)]
+        plans += _training(recipe) if recipe.arch in trainable_families() else _collecting(recipe, reason)
         plans.append(f"write the drafter to {recipe.output}")
     return plans
 
@@ -369,8 +412,8 @@ def _collecting(recipe: TrainRecipe, only_engines: str | None) -> list[str]:
 
 
 def _training(recipe: TrainRecipe) -> list[str]:
-    lengths = {"epochs": recipe.epochs, "steps": recipe.max_steps, "minutes": recipe.max_minutes}
-    until = " or ".join(f"{length:g} {name}" for name, length in lengths.items() if length) or "the default length"
+    lengths = {"epoch": recipe.epochs, "step": recipe.max_steps, "minute": recipe.max_minutes}
+    until = " or ".join(counted(length, name) for name, length in lengths.items() if length) or "the default length"
     what = "a LoRA adapter of" if recipe.lora.enabled else "from" if recipe.init else ""
     start = f"{what} {recipe.init} " if recipe.init else ""
     return [
@@ -422,7 +465,7 @@ def _served(recipe: TrainRecipe, authors: dict[Path, Author], silent: list[str] 
     else:
         asked += f"it lists {models}, and nothing else is checked"
     starts = served_features.commands(server, states) if states is not None else []
-    return [asked, *(f"start a server with: {one}" for one in starts)]
+    return [asked, *(f"{STARTS}{one}" for one in starts)]
 
 
 def _states(recipe: TrainRecipe, authors: dict[Path, Author]) -> HiddenStatesSpec | None:
@@ -454,7 +497,8 @@ def show(document: dict[str, Any], recipe: TrainRecipe) -> Any:
     of = "on held-out prompts of the training data; specctl eval measures the test split"
     if not math.isnan(mat):
         document = document | {"mat": f"{text(mat)} ({of})"}
-    told = {key: value for key, value in document.items() if "expected" not in key}
+    none = [key for key, value in document.items() if text(value) == text(None) and key != "mat"]
+    told = {key: value for key, value in document.items() if "expected" not in key and key not in none}
     if math.isnan(expected) and checks.engine_only(recipe.target) is None:
         named = [*checks.target_flags(recipe.target), "--domain", ",".join(recipe.data.domain), *test_prompts(recipe)]
         drafters = ["--drafter", document["drafter"], "--drafter", "lookup"]

@@ -115,8 +115,9 @@ class Estimate:
             f"estimate: {_count(self.target_parameters)} parameters in the target, {_count(self.drafter_parameters)} "
             f"in the drafter; {self.responses:,} responses of {length}",
             *([ends] if self.loaded_parameters < self.target_parameters else []),
-            f"estimate: {self.steps:,} steps, {self.flops:.2g} FLOPs, {_time(self.hours)} on {self.gpus} × {self.gpu} "
-            f"at {self.utilisation:.0%} of peak (an assumption){_waiting(self.useful_share, self.processes)}; "
+            f"estimate: {self.steps:,} steps, {self.flops:.2g} FLOPs, {duration(self.hours)} "
+            f"on {self.gpus} × {self.gpu} at {self.utilisation:.0%} of peak (an assumption)"
+            f"{_waiting(self.useful_share, self.processes)}; "
             "distillation and acceptance checks not included",
             f"estimate: {sum(self.memory_gb.values()):.3g} of {self.memory_limit_gb:.3g} GB memory per {per} "
             f"({_sizes(self.memory_gb)}): {fit}",
@@ -456,7 +457,8 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
-def _time(hours: float) -> str:
+def duration(hours: float) -> str:
+    """A time in words."""
     return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
 
 

@@ -84,6 +84,21 @@ def test_a_plan_does_not_ask_the_hub(specctl, hub_cache, monkeypatch, name):
     assert asked and all(Path(where).is_dir() for where in asked)
 
 
+def test_the_plan_of_several_heads_names_them_and_the_launcher(specctl, hub_cache):
+    """The same four lines stood there three times, and a plain command runs one process on a machine of eight GPUs."""
+    machine = ["resources.gpu=h100-80g", "resources.gpus=8", "--features-from", "http://127.0.0.1:9"]
+    target = ["--target", "meta-llama/Llama-3.1-8B-Instruct", "epochs=1"]
+    steps = specctl.ok(
+        "train-drafter", *target, "--domain", "sql,math", "--each", *machine, "--dry-run", "--json"
+    ).json["steps"]
+    assert sum("with torchrun --nproc-per-node 8 -m specctl" in step for step in steps) == 1
+    assert sum(step.startswith("start a server with: vllm") for step in steps) == 1
+    for name in ("sql-eagle3", "math-eagle3"):
+        assert sum(step.startswith(f"estimate for {name}: ") for step in steps) == 4
+    assert steps[-1].startswith("estimate for all 2 drafters, one after the other: ")
+    assert any("train eagle3 for 1 epoch with" in step for step in steps)
+
+
 def test_without_the_configuration_the_plan_says_it_is_missing(specctl, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     done = specctl.ok("train-drafter", "--recipe", "train-drafter/qwen3-8b-eagle3", "--dry-run", "--json")

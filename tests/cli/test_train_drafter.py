@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from specctl.cli.train_drafter import show
+from specctl.cli.train_drafter import report_norms, show
 from specctl.recipe import RECIPES
 from tests.toys import mtp
 
@@ -39,9 +39,21 @@ def calls(library):
 @pytest.mark.parametrize(("mat", "says"), [(2.5, "2.50 (on held-out prompts"), (math.nan, "–")])
 def test_mat_is_printed_with_its_prompts(capsys, mat, says):
     """If there are too few prompts, none is held out and there is no mat."""
-    Console(width=200).print(show({"mat": mat, "drafter": "drafters/sql-eagle3"}, RECIPES["train-drafter"]()))
+    result = {"mat": mat, "choosing_mat": None, "final_loss": math.nan, "drafter": "drafters/sql-eagle3"}
+    Console(width=200).print(show(result, RECIPES["train-drafter"]()))
     told = capsys.readouterr().out
+    assert "choosing_mat" not in told and "final_loss" not in told
     assert says in told and ("held-out" in told) == (mat == 2.5)
+
+
+def test_a_head_that_llama_cpp_cannot_run_is_announced(capsys):
+    """The export refused it, after hours of training."""
+    recipe, llama_cpp = RECIPES["train-drafter"](), {"norm_output": False, "fc_norm": False, "norm_before_fc": True}
+    for target, options, told in (("m.gguf", {}, True), ("builtin", {}, False), ("m.gguf", llama_cpp, False)):
+        drafter = recipe.drafter.model_copy(update=options)
+        named = recipe.target.model_copy(update={"name": target})
+        report_norms(recipe.model_copy(update={"target": named, "drafter": drafter}))
+        assert ("--recipe train-drafter/llama-cpp" in capsys.readouterr().err) == told
 
 
 def test_missing_data_is_distilled_first(specctl, calls):
