@@ -174,6 +174,19 @@ def test_the_slurm_script_runs_and_its_commands_parse(specctl, distilled, hub_ca
         planned = specctl.ok(*(word for word in call if word != "--dry-run"), "--dry-run", "--json")
         assert planned.json["recipe"]["target"]["name"] == "meta-llama/Llama-3.1-8B-Instruct"
 
+    environment |= {"DOMAIN": "sql", "DATA": "of-a-log"}  # data of one's own used to need changes in the script
+    (tmp_path / "calls").unlink()
+    assert run(0).returncode == 0
+    calls = [call.strip("\0").split("\0") for call in (tmp_path / "calls").read_text().split("end\0") if call]
+    assert [call[0] for call in calls] == ["train-drafter", "train-drafter"]
+    assert all(f"distilled={tmp_path}/of-a-log" in call and call[call.index("--domain") + 1] == "sql" for call in calls)
+    environment |= {"PROMPTS": "my prompts.jsonl", "DATA": "", "WORK": str(tmp_path / "new")}
+    (tmp_path / "calls").unlink()
+    assert run(0).returncode == 0
+    first = (tmp_path / "calls").read_text().split("end\0")[0].split("\0")
+    assert first[0] == "distill" and f"--prompts={tmp_path}/my prompts.jsonl" in first
+    assert "data.source=public" not in first
+
 
 def test_the_slurm_stream_script_starts_engines_and_trainers(specctl, hub_cache, distilled, tmp_path):
     """Each task of the first node starts an engine with the plan's command and a shared directory; then the trainers
