@@ -86,8 +86,8 @@ class Rejections:
         one line."""
         kept = f"all of them are in {self.path}" if self.path and self._held is None else ""
         if self.too_many:
-            count = f"{self.count} of {self.seen} {self.what} rejected"
-            share = f"{count}, more than data.max_rejected={self.allowed:g} allows"
+            share = f"{self.count} of {self.seen} {self.what} "
+            share += f"rejected, more than data.max_rejected={self.allowed:g} allows"
             hint = f"expected {self.expected}" + (f"; {kept}" if kept else "")
             raise DataError("\n  ".join([share, *self.reasons]), hint=hint)
         self.report()
