@@ -114,7 +114,8 @@ def show(document: dict[str, Any]) -> Any:
     """Render one row per drafter, and the totals."""
     from rich.console import Group
 
-    columns = [name for name in COLUMNS if any(row[name] is not None for row in document["drafters"])]
+    titles = COLUMNS | ({"drafter": "server"} if any(row["engine"] for row in document["drafters"]) else {})
+    columns = [name for name in titles if any(row[name] is not None for row in document["drafters"])]
     learning = document["learning_by_drafter"]
     learned = LEARNING_COLUMNS if any(row["drafter"] in learning for row in document["drafters"]) else {}
     rows = [
@@ -126,7 +127,7 @@ def show(document: dict[str, Any]) -> Any:
     ]
     decided = document["decide_us_p50"]
     return Group(
-        table(*[COLUMNS[name] for name in columns], *learned.values(), rows=rows),
+        table(*[titles[name] for name in columns], *learned.values(), rows=rows),
         f"{document['requests']} texts, {document['tokens']} tokens in {document['seconds']:.0f} s, "
         f"mat {cell(document['mat'])}" + (f", {decided / 1000:.2f} ms per choice" if decided is not None else ""),
         *certain(document),

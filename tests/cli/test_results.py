@@ -1,9 +1,14 @@
 """Printed results. They are built with the library's own dataclasses, so that a renamed field fails here."""
 
+from dataclasses import asdict
 from dataclasses import fields as fields_of
+
+import pytest
+from rich.console import Console
 
 from specctl.commands.eval import EvalResult, LengthRow, Row
 from specctl.commands.generate import GenerateResult, Piece
+from specctl.commands.serve import ServedDrafter, ServeResult
 from specctl.measuring.lossless import Losslessness
 
 
@@ -63,6 +68,17 @@ def test_unusable_speeds_are_marked_and_explained_once(specctl, library):
     lengths.clear()
     assert "cannot be used" not in specctl("eval", "--drafter", "lookup").out
     assert specctl("eval", "--drafter", "lookup", "--json").json["rows"][0]["unusable"] is None
+
+
+@pytest.mark.parametrize(("engine", "title"), [("vllm", "server"), (None, "drafter")])
+def test_the_table_of_serve_calls_servers_by_their_name(capsys, engine, title):
+    """Addresses of servers stood below "drafter"."""
+    from specctl.cli.serve import show
+
+    row = filled(ServedDrafter, drafter="http://a", texts=1, rounds=1, tokens=2, accepted=1, engine=engine)
+    numbers = {"requests": 1, "tokens": 2, "seconds": 1.0, "learning_by_drafter": {}}
+    Console(width=200).print(show(asdict(filled(ServeResult, drafters=[row], **numbers)) | {"run_dir": "run"}))
+    assert capsys.readouterr().out.split()[0] == title
 
 
 def test_a_speed_bound_is_explained_only_if_there_is_one():
