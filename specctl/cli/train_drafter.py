@@ -23,13 +23,15 @@ from specctl.threads import counted
 
 if TYPE_CHECKING:
     from specctl.engines.records import HiddenStatesSpec
-    from specctl.recipe import DistillRecipe, TrainRecipe
+    from specctl.recipe import DataRecipe, DistillRecipe, TrainRecipe
     from specctl.training.estimate import Texts
     from specctl.training.example import Author
 
 AUTO = Path("auto")  # value of `init`: start from a generalist, if there is one
 STARTS = "start a server with: "  # begins a step of the plan, which recipes/slurm/stream.sbatch looks for
 PROMPT_SAMPLE = 200  # number of records with prompts that are measured
+NO_HELD_OUT = "mat is not measured, as no prompt is held out; distil more, or raise eval.fraction"
+HeldOutNumbers = tuple[int, int]  # prompts that choose a checkpoint, and prompts on which the choice is measured
 FLAGS = (
     *("arch", "domain", "each", "init", "lora", "prompts", "data_limit", "features_from"),
     *(*TARGET, "seed", "log", "output_dir", "resume", "overwrite"),
@@ -69,9 +71,11 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         report_existing_data(recipe, [path for training in recipes for path in training.data_dirs if path not in first])
     silent = [unanswered(training, authors) for training, authors in zip(recipes, adapters, strict=True)]
     if dry_run:
-        expected = [estimate(training, first) for training in recipes]
+        asked = {source: known_prompts(missing.data) for source, missing in first.items()}
+        expected = [estimate(training, first, asked) for training in recipes]
+        held_out = [held_out_numbers(training, asked) for training in recipes]
         estimates = [document for _, document in expected]
-        words = steps(recipes, adapters, first, silent) + launching(recipe)
+        words = steps(list(zip(recipes, adapters, silent, held_out, strict=True)), first) + launching(recipe)
         for training, (lines, _) in zip(recipes, expected, strict=True):
             named = f"estimate for {training.output.name}:" if len(recipes) > 1 else "estimate:"
             words += [line.replace("estimate:", named, 1) for line in lines]
@@ -302,7 +306,37 @@ def report_existing_data(recipe: TrainRecipe, sources: list[Path]) -> None:
             progress.log(f"training on the existing data in {source}; ignored: {', '.join(set_here)} ({again})")
 
 
-def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> tuple[list[str], dict[str, Any] | None]:
+def known_prompts(data: DataRecipe) -> list[str] | None:
+    """Return the ids of all prompts that the data to be distilled will have, if its files have fewer prompts than the
+    limit."""
+    from specctl.distillation.prompts import HUB, read_prompts
+
+    files = [str(data.prompts_of(domain) or "-") for domain in data.domain]
+    if any(file == "-" or file.startswith(HUB) for file in files):
+        return None
+    found = [read_prompts(data, domain) for domain in data.domain]
+    limited = any(len(prompts) == data.limit for prompts in found)
+    return None if limited else [prompt.id for prompts in found for prompt in prompts]
+
+
+def held_out_numbers(recipe: TrainRecipe, asked: dict[Path, list[str] | None]) -> HeldOutNumbers | None:
+    """Return the numbers of held-out prompts, if the prompts are known. `asked`: prompts of missing data."""
+    from specctl.distillation import store
+    from specctl.training.data import held_out_numbers
+
+    ids = [
+        asked[source] if source in asked else (record["prompt_id"] for record in store.read(source))
+        for source in recipe.data_dirs
+    ]
+    known = [source for source in ids if source is not None]
+    if recipe.corpus is not None or len(known) < len(ids):
+        return None
+    return held_out_numbers(known, recipe.eval.fraction, 2 * recipe.eval.prompts)
+
+
+def estimate(
+    recipe: TrainRecipe, first: dict[Path, DistillRecipe], asked: dict[Path, list[str] | None]
+) -> tuple[list[str], dict[str, Any] | None]:
     """Estimate memory, disk space and time of the training from configurations: in words, and as a document.
 
     The document is None if there is no estimate, and the words give the reason.
@@ -322,7 +356,7 @@ def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> tuple[lis
     if machine is None:
         return ["no estimate: this GPU is not in the table; set resources.gpu to the most similar GPU"], None
     config = load_config(where, trust_remote_code=recipe.target.trust_remote_code)
-    expected = estimate(recipe, config, machine, texts(recipe, first))
+    expected = estimate(recipe, config, machine, texts(recipe, first, asked))
     return expected.lines, asdict(expected)
 
 
@@ -349,7 +383,7 @@ def launching(recipe: TrainRecipe) -> list[str]:
     ]
 
 
-def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
+def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe], asked: dict[Path, list[str] | None]) -> Texts:
     """Return counts and lengths of the data. Responses still to be distilled count as half of the longest response."""
     from specctl.distillation import store
     from specctl.training.estimate import Texts
@@ -357,9 +391,10 @@ def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
     number, responses, prompts = 0, 0.0, 0.0  # number of texts, tokens of responses, tokens of prompts
     for source in recipe.data_dirs:
         if source in first:
-            missing = first[source]
+            missing, known = first[source], asked[source]
             assert missing.data.limit is not None
-            here = missing.data.limit * len(missing.data.domain) * missing.samples_per_prompt
+            here = missing.data.limit * len(missing.data.domain) if known is None else len(known)
+            here *= missing.samples_per_prompt
             mean, prompt = missing.sampling.max_new_tokens / 2, float(recipe.distill.prompt_tokens)
         else:
             held = store.summary(source)
@@ -372,14 +407,13 @@ def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
 
 
 def steps(
-    recipes: list[TrainRecipe],
-    adapters: list[dict[Path, Author]],
+    trainings: list[tuple[TrainRecipe, dict[Path, Author], list[str] | None, HeldOutNumbers | None]],
     first: dict[Path, DistillRecipe],
-    silent: list[list[str] | None],
 ) -> list[str]:
-    """`adapters` and `silent`: results of `with_adapters` and `unanswered` for each recipe."""
+    """`trainings`: each recipe, with its results of `with_adapters`, `unanswered` and `held_out_numbers`."""
     from specctl.families import trainable_families
 
+    recipes = [recipe for recipe, *_ in trainings]
     plans = [step for missing in first.values() for step in distill.steps(missing)]
     reason = checks.engine_only(recipes[0].target)
     checks.check_made_for(recipes[0].target, [str(recipe.init) for recipe in recipes if recipe.init])
@@ -387,13 +421,14 @@ def steps(
         plans.append(f"target {recipes[0].target.name} is run by an engine only: {reason}")
     elif not first:
         plans.append(checks.check_target(recipes[0].target))
-    for recipe, authors, missing_servers in zip(recipes, adapters, silent, strict=True):
+    for recipe, authors, missing_servers, held_out in trainings:
         own = {source: f" ({_shown(author)})" for source, author in authors.items()}
         sources = [f"{source}{own.get(source, '')}" for source in recipe.data_dirs]
         plans.append(f"read distilled data from {', '.join(sources)}")
         served = _served(recipe, authors, missing_servers) if recipe.features.is_served else []
         plans += [line for line in served if line not in plans or not line.startswith(STARTS)]
-        plans += _training(recipe) if recipe.arch in trainable_families() else _collecting(recipe, reason)
+        trained = recipe.arch in trainable_families()
+        plans += _training(recipe, held_out) if trained else _collecting(recipe, reason, held_out)
         plans.append(f"write the drafter to {recipe.output}")
     return plans
 
@@ -403,15 +438,17 @@ def _shown(author: Author) -> str:
     return " as ".join(filter(None, (f"adapter {author.adapter}" if author.adapter else "", model)))
 
 
-def _collecting(recipe: TrainRecipe, only_engines: str | None) -> list[str]:
-    measured = f"measure mat on {2 * recipe.eval.prompts} held-out prompts"
+def _collecting(recipe: TrainRecipe, only_engines: str | None, held_out: HeldOutNumbers | None) -> list[str]:
+    limit = f"up to {2 * recipe.eval.prompts} held-out prompts"
+    chosen = counted(sum(held_out), "held-out prompt") if held_out else limit
+    measured = NO_HELD_OUT if held_out == (0, 0) else f"measure mat on {chosen}"
     return [
         "index the responses, without training",
         measured if only_engines is None else "do not measure mat: that needs the target's layers",
     ]
 
 
-def _training(recipe: TrainRecipe) -> list[str]:
+def _training(recipe: TrainRecipe, held_out: HeldOutNumbers | None) -> list[str]:
     lengths = {"epoch": recipe.epochs, "step": recipe.max_steps, "minute": recipe.max_minutes}
     until = " or ".join(counted(length, name) for name, length in lengths.items() if length) or "the default length"
     what = "a LoRA adapter of" if recipe.lora.enabled else "from" if recipe.init else ""
@@ -423,26 +460,29 @@ def _training(recipe: TrainRecipe) -> list[str]:
             if recipe.piece_length
             else []
         ),
-        *_checks(recipe),
+        *_checks(recipe, held_out),
     ]
 
 
-def _checks(recipe: TrainRecipe) -> list[str]:
+def _checks(recipe: TrainRecipe, held_out: HeldOutNumbers | None) -> list[str]:
     """Return lines about the choice of a checkpoint, as far as the target's configuration is on this machine."""
     from specctl.training.estimate import loads_layers_here
 
-    prompts, every = recipe.eval.prompts, recipe.eval.every
     where = checks.local_target(recipe.target)
-    if where is None or loads_layers_here(recipe, where):
-        return [
-            f"measure mat on {prompts} held-out prompts every {every} steps and keep the best",
-            "measure the best checkpoint again on the same number of other prompts",
-        ]
-    if recipe.features.mode == "cached":
+    whole = not recipe.trains_without_layers or where is None or loads_layers_here(recipe, where)
+    if recipe.features.mode == "cached" and not whole:
         return ["keep the last weights: mat is not measured without the target's layers"]
+    if held_out == (0, 0):
+        return [f"keep the last weights: {NO_HELD_OUT}"]
+    limit = f"up to {recipe.eval.prompts}"
+    chosen = counted(held_out[0], "held-out prompt") if held_out else f"{limit} held-out prompts"
+    others = counted(held_out[1], "other prompt") if held_out else f"{limit} other prompts"
+    chosen += f" every {recipe.eval.every} steps and keep the best"
+    if whole:
+        return [f"measure mat on {chosen}", f"measure the best checkpoint again on {others}"]
     return [
-        f"estimate mat from the responses to {prompts} held-out prompts every {every} steps and keep the best; to "
-        "measure mat, export and serve the drafter, and run specctl eval-server --server"
+        f"estimate mat from the responses to {chosen}; to measure mat, export and serve the drafter, and run specctl "
+        "eval-server --server"
     ]
 
 

@@ -4,7 +4,7 @@ import hashlib
 import heapq
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,6 +160,23 @@ def load_distilled(
     kinds = {domain: [prompt for *_, prompt in sample] for domain, sample in domains.items() if sample}
     asked, responses = list(aside.values()), list(spared.values())
     return Corpus(examples, asked, digest.hexdigest()[:16], list(domains), responses, kinds, counts)
+
+
+def held_out_numbers(sources: Sequence[Iterable[str]], fraction: float, prompts: int) -> tuple[int, int]:
+    """Numbers of `selection_prompts` and `report_prompts` that `load_distilled` holds out, from the prompt ids of each
+    directory. Every response is taken as usable, and an adapter's answers to held-out prompts are not counted."""
+    held: set[str] = set()
+    trained: set[str] = set()
+    for number, ids in enumerate(sources, 1):
+        quota, earlier = prompts * number // len(sources), frozenset(trained)
+        for key in ids:
+            if key not in held and _share(key) < fraction and len(held) < quota and key not in earlier:
+                held.add(key)
+            elif key not in held:
+                trained.add(key)
+            if trained and len(held) == prompts:
+                break
+    return ((len(held) + 1) // 2, len(held) // 2) if trained else (0, 0)
 
 
 def _report(counts: Mapping[str, int], max_length: int) -> None:

@@ -130,6 +130,25 @@ def test_a_datastore_is_planned_without_training_steps(specctl):
     assert not any("ZeRO" in step for step in steps)
 
 
+def test_a_plan_counts_the_prompts_of_a_file(specctl, tmp_path):
+    """It assumed 2,000 prompts for a file of six, and promised to measure mat on 16 more than there were."""
+    (tmp_path / "six.jsonl").write_text("".join(f'{{"prompt": "Question {number}"}}\n' for number in range(6)))
+
+    def planned(*options):
+        argv = ("--domain", "six", "--prompts", "six.jsonl", "--dry-run", "--json", *options)
+        return specctl.ok("train-drafter", *argv).json
+
+    none = planned()
+    assert none["estimate"]["responses"] == 6
+    assert [step for step in none["steps"] if "no prompt is held out" in step]
+    assert not [step for step in none["steps"] if step.startswith("measure")]
+    measured = [step.partition(" every")[0] for step in planned("eval.fraction=0.6")["steps"] if "measure" in step]
+    assert measured == ["measure mat on 2 held-out prompts", "measure the best checkpoint again on 1 other prompt"]
+    unknown = planned("data.limit=3")
+    assert unknown["estimate"]["responses"] == 3 and "measure mat on up to 16 held-out prompts" in str(unknown["steps"])
+    assert "no prompt is held out" in str(planned("--arch", "retrieval")["steps"])
+
+
 @pytest.mark.parametrize("name", ["none", "lookup", "suffix"])
 def test_drafters_without_weights_are_accepted_by_name(specctl, name):
     assert specctl("eval", "--drafter", name, "--dry-run").code == 0

@@ -7,7 +7,14 @@ import pytest
 from specctl.distillation import store
 from specctl.errors import CheckpointError, DataError
 from specctl.training import data
-from specctl.training.data import SAMPLE, batches, frequent_tokens, load_distilled, load_text
+from specctl.training.data import (
+    SAMPLE,
+    batches,
+    frequent_tokens,
+    held_out_numbers,
+    load_distilled,
+    load_text,
+)
 from specctl.training.example import Example
 
 
@@ -57,6 +64,19 @@ def test_held_out_prompts_are_not_trained_on(distilled, target):
     assert corpus.domains == ["biochem"]
     described = {tuple(prompt.ids) for prompt in corpus.prompts["biochem"]}
     assert described <= trained and len(described) == min(len(trained), SAMPLE)
+
+
+@pytest.mark.parametrize("directories", [1, 2, 3])
+@pytest.mark.parametrize("held_out", [1e-9, 0.1, 0.3, 0.5, 1 - 1e-9])
+def test_a_plan_counts_the_prompts_that_training_holds_out(distilled, target, monkeypatch, held_out, directories):
+    """The plan promised prompts that no training held out."""
+    rows = records(distilled, 12)
+    parts = [rows[start::directories] for start in range(directories)]
+    monkeypatch.setattr(data.store, "read", lambda number: iter(parts[number]))
+    for prompts in (2, 7, 32):
+        planned = held_out_numbers([[row["prompt_id"] for row in part] for part in parts], held_out, prompts)
+        corpus = load_distilled(list(range(directories)), target, max_length=2048, held_out=held_out, prompts=prompts)
+        assert planned == (len(corpus.selection_prompts), len(corpus.report_prompts))
 
 
 def test_data_of_another_target_is_refused(distilled, target, monkeypatch):
