@@ -402,8 +402,8 @@ def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe], asked: dict[Pat
             here, mean = held.responses, held.response_tokens / max(1, held.responses)
             prompt = sum(sample) / max(1, len(sample))
         number, responses, prompts = number + here, responses + here * mean, prompts + here * prompt
-    known = not any(source in first for source in recipe.data_dirs)
-    return Texts(number, max(1.0, responses / max(1, number)), prompts / max(1, number), counted=known)
+    exists = not any(source in first for source in recipe.data_dirs)
+    return Texts(number, max(1.0, responses / max(1, number)), prompts / max(1, number), counted=exists)
 
 
 def steps(

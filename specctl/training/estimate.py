@@ -41,6 +41,7 @@ HEADROOM = 0.9  # usable share of a GPU's memory: CUDA context, collective buffe
 STEP_SECONDS = 0.05  # least time of a step on GPUs: kernel launches, gradient exchange, host work
 SPREAD = 0.4  # response lengths lie within the mean ± this share of the mean
 SAMPLE = 2048  # number of texts that represent all texts
+PROCESS_BYTES = 0.46 * GB  # Python with torch, transformers and DeepSpeed, before anything is loaded (measured)
 JSON_BYTES = 12  # per token in a distilled record: its id as a number, and the text
 
 
@@ -271,7 +272,8 @@ class PlannedTraining:
 
     def memory(self, tokens: float, slots: float) -> dict[str, float]:
         """Peak bytes by use of a process that takes `tokens` response tokens per step and `slots` tokens in all, on its
-        GPU if it has one. Features that are kept in memory are in host memory, so they count only on a CPU."""
+        GPU if it has one. Features that are kept in memory are in host memory, so they count only on a CPU. An
+        acceptance check counts as far as it needs more than a step, because the step's activations are free then."""
         recipe, outline, machine = self.recipe, self.outline, self.machine
         compute = machine.dtype(recipe.precision)
         found = {
@@ -291,6 +293,11 @@ class PlannedTraining:
             found["features"] = batches * states * (len(cast(DraftHead, self.drafter).taps) * slots + tokens) + kept
             if self.loads_layers:
                 found["target's forward"] = forward_bytes(outline, machine, max(one.stop for one in self.whole))
+        if machine.gpu == "cpu":
+            found["process"] = PROCESS_BYTES
+            if self.loads_layers:  # a check holds the weights, the stored drafter and the one that drafts
+                check = self.parameters * (4 + 4 + outline.dtype.itemsize)
+                found["acceptance check"] = max(0.0, check - found["activations"] - found.get("autocast", 0))
         return found
 
     def disk(self) -> dict[str, float]:
@@ -463,4 +470,4 @@ def duration(hours: float) -> str:
 
 
 def _sizes(parts: dict[str, float]) -> str:
-    return ", ".join(f"{name} {size:.2g}" for name, size in parts.items())
+    return ", ".join(f"{name} {size:.2g}" for name, size in parts.items() if size)

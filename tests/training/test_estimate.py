@@ -138,6 +138,22 @@ def test_a_cpu_runs_the_target_over_one_text_at_a_time():
     assert short < long < device
 
 
+def test_the_python_process_and_the_drafter_of_a_check_count_on_a_cpu():
+    """The estimate of a head for the built-in target was 0.12 GB, where the training took 0.62 GB."""
+    config, texts = load_config("builtin"), Texts(6, 66, 60, True)
+
+    def memory(device, **changes):
+        return estimate(TrainRecipe(**changes), config, device, texts).memory_gb
+
+    whole = memory(CPU)
+    assert 0.5 < sum(whole.values()) < 0.65 and whole["acceptance check"] == 0
+    small = memory(CPU, batch_tokens=1, gradient_checkpointing=True, drafter={"vocab_size": 4096, "num_layers": 16})
+    assert small["acceptance check"] > 0
+    assert not {"process", "acceptance check"} & memory(h100(1)).keys()
+    ends = memory(CPU, features={"mode": "server", "whole_target": False})
+    assert "process" in ends and "acceptance check" not in ends
+
+
 def test_a_target_that_does_not_fit_is_loaded_without_its_layers():
     """If features come from elsewhere, 2.1 B of 70.6 B parameters are loaded; a target that fits is loaded whole."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
