@@ -491,6 +491,7 @@ def _served(recipe: TrainRecipe, authors: dict[Path, Author], silent: list[str] 
 
     The latter need the target's configuration on this machine.
     """
+    from specctl.decoding.models.loading import ORIGINAL_NOTE, is_gguf
     from specctl.training import served_features
 
     server, states = recipe.features.server, _states(recipe, authors)
@@ -505,7 +506,8 @@ def _served(recipe: TrainRecipe, authors: dict[Path, Author], silent: list[str] 
     else:
         asked += f"it lists {models}, and nothing else is checked"
     starts = served_features.commands(server, states) if states is not None else []
-    return [asked, *(f"{STARTS}{one}" for one in starts)]
+    unserved = [ORIGINAL_NOTE] if starts and is_gguf(recipe.target.name) else []
+    return [asked, *unserved, *(f"{STARTS}{one}" for one in starts)]
 
 
 def _states(recipe: TrainRecipe, authors: dict[Path, Author]) -> HiddenStatesSpec | None:

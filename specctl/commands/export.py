@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-from specctl.decoding.models.loading import load_tokenizer
+from specctl.decoding.models.loading import ORIGINAL, ORIGINAL_NOTE, load_tokenizer
 from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.card import adapters_of, model_card, shown_name
@@ -115,6 +115,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         tuning=tuning,
         commands=serving.commands,
         notes=[
+            *original_notes(serving.commands),
             *serving.notes,
             *(tuning.notes if tuning else ()),
             *(
@@ -154,6 +155,10 @@ def adapter_notes(recipe: ExportRecipe, identity: dict[str, Any]) -> list[str]:
         return []
     note = WITH_ADAPTER.format(checkpoint.named_adapter(identity))
     return [note + (LORA_MODULES if recipe.to == "vllm" else "")]
+
+
+def original_notes(commands: list[str]) -> list[str]:
+    return [ORIGINAL_NOTE] if any(ORIGINAL in command for command in commands) else []
 
 
 def read_tuning(recipe: ExportRecipe, head: Head) -> Tuning | None:
@@ -238,7 +243,7 @@ def export_datastore(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts
         max_difference=None,
         tuning=None,
         commands=commands,
-        notes=notes,
+        notes=[*original_notes(commands), *notes],
         published=published,
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specctl.decoding.models.loading import servable
 from specctl.drafters.retrieval.datastore import LONGEST, Datastore
 from specctl.formats.head import Serving, TargetFacts
 
@@ -75,7 +76,9 @@ def serving(to: str, place: Path, facts: TargetFacts, tokens: int, corpus: Corpu
 
     The file holds `corpus`.
     """
-    target = shlex.quote(facts.name) + (f" --revision {shlex.quote(facts.revision)}" if facts.revision else "")
+    target = shlex.quote(servable(facts.name)) + (
+        f" --revision {shlex.quote(facts.revision)}" if facts.revision else ""
+    )
     if to == "vllm":
         named = json.dumps({"specctl_drafters": [str(place)]})
         method = json.dumps({"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": tokens})

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specctl.decoding.models.loading import servable
 from specctl.errors import UsageError
 from specctl.formats.head import Deployment, LengthRange, Serving, TargetFacts
 
@@ -181,7 +182,7 @@ def serving(
     note = refusal(engine, method, use.facts)
     if note is not None:
         return Serving([], [note])
-    target, head = shlex.quote(use.facts.name), shlex.quote(str(use.place))
+    target, head = shlex.quote(servable(use.facts.name)), shlex.quote(str(use.place))
     revision = f" --revision {shlex.quote(use.facts.revision)}" if use.facts.revision else ""
     if engine == "vllm":
         spec = json.dumps(speculative({"method": method, "model": str(use.place)}, use) | dict(options or {}))
@@ -212,7 +213,7 @@ def eagle_repository(use: Deployment, *, eagle3: bool) -> Serving:
     """The line of Python with which SafeAILab/EAGLE loads a head."""
     return Serving(
         [
-            f"EaModel.from_pretrained(use_eagle3={eagle3}, base_model_path={use.facts.name!r}, "
+            f"EaModel.from_pretrained(use_eagle3={eagle3}, base_model_path={servable(use.facts.name)!r}, "
             f"ea_model_path={str(use.place)!r})  # python, eagle.model.ea_model"
         ]
     )

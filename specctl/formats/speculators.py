@@ -19,9 +19,9 @@ the tensors back into the target. For a dense target the layer is Qwen3's.
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from specctl.decoding.models.loading import is_hub_id, servable
 from specctl.drafters.mtp import layouts
 from specctl.drafters.mtp.layouts import LAYOUTS
 from specctl.errors import CheckpointError
@@ -250,7 +250,9 @@ def serving(head: Head, to: str, use: Deployment) -> Serving:
     For an MTP layer it is the package's command, which puts the layer into the target.
     """
     if head.family == "mtp":
-        return Serving([f"speculators stitch-mtp {shlex.quote(str(use.place))} {shlex.quote(use.facts.name)}"])
+        return Serving(
+            [f"speculators stitch-mtp {shlex.quote(str(use.place))} {shlex.quote(servable(use.facts.name))}"]
+        )
     block, parallel = head.family == "dflash", head.family == "peagle"
     if parallel and head.architecture.get("fc_norm"):
         return Serving([], [UNREAD_NORM])
@@ -259,7 +261,7 @@ def serving(head: Head, to: str, use: Deployment) -> Serving:
     options = {"parallel_drafting": True} if parallel else None
     found = serving_commands.serving("vllm", method, use, options, block and dflash.needs_v2_runner(head))
     # vLLM cannot serve such a directory alone if its verifier is a local path.
-    if found.commands and not Path(use.facts.name).is_dir():
+    if found.commands and is_hub_id(use.facts.name):
         found.commands.append(f"vllm serve {shlex.quote(str(use.place))}")
     if block and head.architecture["own_mask"]:
         found.notes.append(OWN_MASK)

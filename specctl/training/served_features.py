@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from specctl import regular_files
-from specctl.decoding.models.loading import is_gguf, location
+from specctl.decoding.models.loading import is_gguf, location, servable
 from specctl.decoding.target import Target
 from specctl.engines.client import Client
 from specctl.engines.endpoints import distance
@@ -58,7 +58,7 @@ def needed_states(
     """The states from which features of `taps` are made, for a target with `layers` layers and hidden size `width`. The
     last layer is always requested and never used as a plain tap: `transformers` gives its state after the final norm,
     engines before or after the norm."""
-    model = target if is_gguf(target) else location(target)  # a GGUF file's `location` has no weights
+    model = servable(target) if is_gguf(target) else location(target)  # a GGUF file's `location` has no weights
     return HiddenStatesSpec(model, revision, tuple(sorted({*taps, layers})), width)
 
 

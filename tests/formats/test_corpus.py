@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from specctl.drafters.retrieval.drafter import FAMILY as retrieval
 from specctl.engines.vllm_proposer import KEY, TextProposer, named_drafters
 from specctl.errors import CheckpointError, RecipeError, UsageError
 from specctl.formats import corpus
+from specctl.formats.head import TargetFacts
 from specctl.recipe import ExportRecipe
 from specctl.recipe.resolve import resolve
 from tests.toys.engine import Corpora, FakeEngine
@@ -49,6 +51,15 @@ def option(command, name):
 def test_a_store_returns_its_documents(text, store):
     assert [*store.documents()] == [text.tokenizer.encode(one, add_special_tokens=False) for one in TEXTS]
     assert [*Datastore.of([[]]).documents()] == [[]]
+
+
+def test_the_command_of_a_gguf_target_names_its_original(text, store, tmp_path):
+    """vLLM and SGLang cannot serve the GGUF file."""
+    facts = replace(TargetFacts.of_identity(text.identity), name="/models/m.gguf")
+    texts = corpus.corpus_of(store, text.tokenizer)
+    for engine in ("vllm", "sglang"):
+        (command,) = corpus.serving(engine, tmp_path, facts, 4, texts).commands
+        assert " ORIGINAL-MODEL " in command and "m.gguf" not in command
 
 
 def test_sglang_tokenizes_the_corpus_to_the_stored_tokens(text, store):

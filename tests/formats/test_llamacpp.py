@@ -1,5 +1,6 @@
 """Heads exported for llama.cpp: its arithmetic on the file gives the logits of our drafter."""
 
+import json
 from pathlib import Path
 
 import gguf
@@ -23,6 +24,7 @@ from tests.formats.conftest import CUSTOM, DEFAULT, STEPS
 from tests.formats.test_export import assert_same
 from tests.toys.gguf import write
 
+PLAIN = {"fc_norm": False, "norm_output": False}
 UNREAD = ("fc_norm", "norm_output", "sliding_window", "num_layers")
 
 
@@ -60,6 +62,25 @@ def test_eagle3_logits_equal_llama_cpp(make, ours, model, text, tmp_path, file, 
     assert result.max_difference < 1e-4
     assert result.commands[0].split("--spec-type ")[1] == "draft-eagle3 --spec-draft-n-max 3 --metrics"
     assert str(file) in result.commands[0] and str(tmp_path / "out/model.gguf") in result.commands[0]
+
+
+@pytest.mark.parametrize(("to", "options"), [("vllm", {}), ("sglang", {}), ("speculators", {}), ("eagle", PLAIN)])
+def test_a_command_for_an_engine_without_gguf_names_the_original(make, tmp_path, file, to, options):
+    """The commands passed the path of the GGUF file to vLLM and SGLang, which cannot serve it."""
+    found = export(make("eagle3", taps=DEFAULT, **options), tmp_path / "out", file, to=to)
+    assert len(found.commands) == 1 and "ORIGINAL-MODEL" in found.commands[0]
+    assert not [command for command in found.commands if ".gguf" in command]
+    assert [note for note in found.notes if "ORIGINAL-MODEL" in note and "no GGUF" in note]
+
+
+def test_the_plan_of_a_feature_server_names_the_original_of_a_gguf_target(file, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    argv = ["train-drafter", "--target", str(file), "--domain", "sql", "features.mode=server", "--dry-run", "--json"]
+    assert run(argv) == 0
+    steps = json.loads(capfd.readouterr().out)["steps"]
+    starts = [step for step in steps if step.startswith("start a server with")]
+    assert starts and all("ORIGINAL-MODEL" in step and ".gguf" not in step for step in starts)
+    assert [step for step in steps if "no GGUF" in step]
 
 
 @pytest.mark.parametrize("own_mask", [True, False], ids=["own mask", "target's row"])

@@ -22,6 +22,9 @@ from specctl.errors import CheckpointError, UsageError, brief, near_path
 
 ATTENTION = (None, "eager", "sdpa")
 """Attention implementations that a configuration may choose: built into transformers, with support for any mask."""
+ORIGINAL = "ORIGINAL-MODEL"
+"""Placeholder in commands for the model from which a GGUF file was made."""
+ORIGINAL_NOTE = f"vLLM and SGLang serve no GGUF files: give them the directory or hub id of its original as {ORIGINAL}"
 MOST_LAYERS = 1000
 LONGEST_LINE = 300  # characters of another library's message
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -166,6 +169,11 @@ def first_line(error: BaseException) -> str:
 def is_gguf(name: str) -> bool:
     """Whether a target's name is the name of a GGUF file. The file need not exist."""
     return name.lower().endswith(".gguf") and not os.path.isdir(os.path.expanduser(name))
+
+
+def servable(name: str) -> str:
+    """Name of a target in commands of vLLM and SGLang. These serve no GGUF file, so its name becomes `ORIGINAL`."""
+    return ORIGINAL if is_gguf(name) else name
 
 
 def is_hub_id(name: str) -> bool:
