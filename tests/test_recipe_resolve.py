@@ -507,6 +507,23 @@ def test_a_removed_key_is_accepted_with_its_default_only(tmp_path):
     assert "no longer a key: responses are not compared" in line
 
 
+@pytest.mark.parametrize(
+    ("command", "override"),
+    [
+        ("train-drafter", "optimizer.betas=[0.9,1.0]"),
+        ("train-drafter", "optimizer.betas=[1.0,0.9]"),
+        ("train-drafter", "optimizer.momentum=1.0"),
+        ("online", "learner.betas=[0.9,1.0]"),
+        ("online", "learner.momentum=1.0"),
+        ("reason", "reasoning.learning.betas=[0.9,1.0]"),
+    ],
+)
+def test_an_average_without_decay_is_refused(command, override):
+    """Adam divides by 1 - beta, and Muon's average of gradients stays 0."""
+    (line,) = problems(command, overrides=[override])
+    assert override.partition("=")[0] in line and "less than 1" in line
+
+
 def test_draft_sizes_are_capped_at_the_nodes_of_a_step():
     """Drafters allocate by these sizes: with a depth of 10⁹, `eagle3` requested 2 TB."""
     sizes = ("depth", "width", "nodes", "children")

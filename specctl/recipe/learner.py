@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from specctl.errors import did_you_mean
 from specctl.families import FAMILIES, online_families
-from specctl.recipe.sections import Fraction, PositiveFloat, Section
+from specctl.recipe.sections import Betas, Decay, Fraction, PositiveFloat, Section
 
 Algo = Literal["static", "ogd", "osd", "optimistic", "momentum", "ensemble", "opt-ensemble"]
 
@@ -41,9 +41,9 @@ class LearnerOptions(Section):
     # token; norms learn by Adam, and vocabulary matrices do not learn.
     optimizer: Literal["sgd", "adam", "muon"] | None = None
     lr: PositiveFloat | None = None  # learning rate η; in an ensemble the smallest rate
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # algo momentum: μ of the heavy ball
+    momentum: Decay = 0.9  # algo momentum: μ of the heavy ball
     matched: bool = False  # algo momentum: lr is the effective rate η / (1 − μ), to compare rules
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]  # of Adam
+    betas: Betas = [0.9, 0.95]  # of Adam
     clip: NonNegativeFloat | None = None  # largest gradient norm; 0 = no clipping
     epochs: PositiveInt | None = None  # passes over a chunk per update
     # Number of draft depths that are trained, if the family unrolls them. By default it is the tokens per round, at

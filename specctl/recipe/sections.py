@@ -32,6 +32,12 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Weight of the past in a moving average. With 1 the average would never change, and Adam would divide by 0."""
+Betas = Annotated[list[Decay], Field(min_length=2, max_length=2)]
+"""Decays of Adam's two moments."""
+
+
 def _not_empty(value: Any) -> Any:
     if value == "":
         raise ValueError("is empty")

@@ -9,7 +9,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from specctl.families import DEFAULT, FAMILIES, MIN_SLIDING_WINDOW, LayerType, listed
 from specctl.recipe.sections import (
+    Betas,
     DataRecipe,
+    Decay,
     Fraction,
     LocalPath,
     Name,
@@ -78,9 +80,9 @@ class OptimizerRecipe(Section):
 
     type: Literal["auto", "adamw", "muon"] = "auto"  # auto: muon with ZeRO 0 and without LoRA, else adamw
     lr: PositiveFloat | None = None  # by default the measured rate of the family for the target's width
-    momentum: Fraction = 0.95  # for muon
+    momentum: Decay = 0.95  # for muon
     other_lr: PositiveFloat = 0.15  # muon: rate of norms and vocabulary head (by AdamW), as a share of lr
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    betas: Betas = [0.9, 0.95]
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip: PositiveFloat = 0.5
     warmup: Fraction = 0.015

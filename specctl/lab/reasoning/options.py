@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from specctl.recipe.sections import Fraction, Name, PositiveFloat, Section
+from specctl.recipe.sections import Betas, Fraction, Name, PositiveFloat, Section
 
 ReasoningMode = Literal["target", "draft", "lr", "osd-lr", "online-lr"]
 LearningMode = Literal["osd-lr", "online-lr"]
@@ -54,7 +54,7 @@ class PreferenceRecipe(Section):
     lr: PositiveFloat | None = None
     epochs: PositiveInt | None = None
     batch: PositiveInt = 16
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]  # of AdamW
+    betas: Betas = [0.9, 0.95]  # of AdamW
     clip: PositiveFloat = 1.0
     max_length: PositiveInt = 4096  # tokens of context and step; longer texts lose their beginning
     lora: bool | None = None  # learn a LoRA adapter (None = only above a billion parameters)
