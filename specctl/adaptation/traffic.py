@@ -12,7 +12,7 @@ from specctl import progress, regular_files
 from specctl.adaptation.stream import EncodedPrompt, PromptStream
 from specctl.decoding.target_text import TargetText
 from specctl.distillation import logs
-from specctl.distillation.line_streams import json_object
+from specctl.distillation.line_streams import MAX_LINE_BYTES, json_object
 from specctl.distillation.rejections import Rejections
 from specctl.engines.client import Client
 from specctl.engines.records import DraftCounters, GenerationRequest, GenerationResult
@@ -79,8 +79,9 @@ class Tail:
     def __init__(self, path: Path, grows: bool = True):
         self.path, self.grows = path, grows
         self.place = LogPosition()
+        self.start = 0  # byte at which the last line begins
         self._file: Any = None
-        self._rest = b""
+        self._rest, self._length = b"", 0  # the incomplete line, and its bytes so far
 
     def seek(self, place: LogPosition) -> None:
         """Go to an earlier `place`, in this file or in the rotated file PATH.1."""
@@ -90,26 +91,33 @@ class Tail:
                 self._file.seek(place.offset)
                 self.place = place
 
-    def lines(self) -> Iterator[bytes]:
-        """The complete lines that have not been read yet."""
+    def lines(self) -> Iterator[bytes | None]:
+        """The complete lines that have not been read yet. A line above `MAX_LINE_BYTES` is not held, but None."""
         while True:
             if self._file is None and not self._begin():
                 return
-            for line in self._file:
-                if self.grows and not line.endswith(b"\n"):
-                    self._rest += line
-                    continue
-                line, self._rest = self._rest + line, b""
-                self.place = LogPosition(self.place.inode, self.place.offset + len(line))
-                yield line
+            while part := self._file.readline(MAX_LINE_BYTES):
+                self._length += len(part)
+                self._rest = self._rest + part if self._length <= MAX_LINE_BYTES else b""
+                if part.endswith(b"\n"):
+                    yield self._line()
+            if self._length and not self.grows:
+                yield self._line()
             if self._same():
                 return
             self.close()
 
+    def _line(self) -> bytes | None:
+        line = self._rest if self._length <= MAX_LINE_BYTES else None
+        self.start = self.place.offset
+        self.place = LogPosition(self.place.inode, self.start + self._length)
+        self._rest, self._length = b"", 0
+        return line
+
     def _begin(self) -> bool:
         if not self.path.exists():
             return False
-        self._file, self._rest = regular_files.open_regular(self.path), b""
+        self._file, self._rest, self._length = regular_files.open_regular(self.path), b"", 0
         self.place = LogPosition(os.fstat(self._file.fileno()).st_ino, 0)
         return True
 
@@ -140,14 +148,15 @@ class LoggedTexts:
     def texts(self, tail: Tail) -> Iterator[tuple[ServedText, LogPosition]]:
         """The texts that have not been read yet, each with the place after it. Lines without a text are rejected."""
         for line in tail.lines():
-            if not line.strip():
+            if line is not None and not line.strip():
                 continue
             self.rejections.seen += 1
             try:
                 text = parse_served_text(json_object(line), self.target, self.options)
             except ValueError as error:
-                where = f"{self.path}, byte {tail.place.offset - len(line)}"
-                self.rejections.add(where, str(error), line.decode("utf-8", "replace"))
+                self.rejections.add(
+                    f"{self.path}, byte {tail.start}", str(error), (line or b"").decode("utf-8", "replace")
+                )
             else:
                 yield text, tail.place
 

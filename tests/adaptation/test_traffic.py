@@ -170,6 +170,29 @@ def test_an_incomplete_line_waits_for_its_end(tmp_path):
     assert list(tail.lines()) == [b"two\n"]
 
 
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_huge_line_is_not_held_in_memory(tmp_path, monkeypatch, grows):
+    """A log without line ends was read whole into memory."""
+    monkeypatch.setattr("specctl.adaptation.traffic.MAX_LINE_BYTES", 64)
+    path, tail = tmp_path / "log", Tail(tmp_path / "log", grows)
+    path.write_bytes(b"one\n" + b"x" * 64 + b"\n" + b"y" * 63 + b"\n" + b"z" * 500)
+    found = [(line, tail.start) for line in tail.lines()]
+    assert found == [(b"one\n", 0), (None, 4), (b"y" * 63 + b"\n", 69)] + [(None, 133)] * (not grows)
+    assert len(tail._rest) <= 64 and tail.place.offset == (133 if grows else 633)
+    if grows:
+        with path.open("ab") as file:
+            file.write(b"\ntwo\n")
+        assert [*tail.lines()] == [None, b"two\n"]
+
+
+def test_a_huge_line_of_a_log_is_named(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("specctl.adaptation.traffic.MAX_LINE_BYTES", 1 << 20)
+    (tmp_path / "log").write_bytes(b"x" * (3 << 20))
+    reading = LogTraffic(tmp_path / "log", text, {}, Rejections(None, 0.0), 2, follow=False)
+    with pytest.raises(DataError, match="log, byte 0: line longer than"):
+        next(reading.chunks())
+
+
 def test_a_rotation_loses_no_lines(tmp_path):
     path, tail = tmp_path / "log", Tail(tmp_path / "log")
     path.write_bytes(b"one\n")
