@@ -532,6 +532,30 @@ def test_draft_sizes_are_capped_at_the_nodes_of_a_step():
     assert resolve("generate", overrides=["drafting.depth=5"], environ={}).drafting.depth == 5
 
 
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [
+        ("train-router", "router.layers"),
+        ("train-router", "router.hidden_size"),
+        ("train-router", "router.max_length"),
+        ("train-drafter", "drafter.hidden_size"),
+        ("train-drafter", "drafter.intermediate_size"),
+        ("train-drafter", "drafter.num_heads"),
+        ("train-drafter", "drafter.num_kv_heads"),
+        ("train-drafter", "drafter.num_layers"),
+        ("train-drafter", "drafter.draft_heads"),
+        ("train-drafter", "drafter.conv_kernel_size"),
+        ("train-drafter", "ttt_steps"),
+        ("train-drafter", "lora.rank"),
+        ("reason", "reasoning.learning.lora_rank"),
+    ],
+)
+def test_an_absurd_size_of_a_model_is_refused(command, key):
+    """A router of a million layers was built for minutes."""
+    (line,) = problems(command, overrides=[f"{key}=1048576"])
+    assert key in line and "less than or equal to" in line
+
+
 def test_a_huge_number_of_threads_is_refused():
     """PyTorch would start them all, or fail without naming the key."""
     (line,) = problems("generate", overrides=["resources.threads=1000000"])

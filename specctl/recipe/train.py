@@ -28,23 +28,28 @@ Arch = Annotated[str, OneOf(lambda: FAMILIES)]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
+# Larger numbers are slips: a drafter of such a size would be built for minutes.
+Depth = Annotated[int, Field(ge=1, le=64)]
+Width = Annotated[int, Field(ge=1, le=2**16)]
+
+
 class DrafterRecipe(Section):
     """Architecture of a new draft head. A default None is derived from the target."""
 
     preset: Name | None = None
     base: Name | None = None  # lm: published causal LM to start from, with the target's vocabulary
-    hidden_size: PositiveInt | None = None
-    intermediate_size: PositiveInt | None = None
-    num_heads: PositiveInt | None = None
-    num_kv_heads: PositiveInt | None = None
+    hidden_size: Width | None = None
+    intermediate_size: Annotated[int, Field(ge=1, le=2**18)] | None = None
+    num_heads: Width | None = None
+    num_kv_heads: Width | None = None
     # eagle3, peagle, dflash: number of layers (None = 1; dflash: 2); hydra: of each head (None = 4); lm
-    num_layers: Annotated[int, Field(ge=1, le=64)] | None = None
-    draft_heads: PositiveInt | None = None  # hydra, medusa: number of heads, one per draft depth (None = 4)
+    num_layers: Depth | None = None
+    draft_heads: Depth | None = None  # hydra, medusa: number of heads, one per draft depth (None = 4)
     block_size: Annotated[int, Field(ge=2, le=64)] | None = None  # dflash: number of slots drafted at once (None = 8)
     # dflash: rank of the Markov head, which makes each token of a block depend on the last (0 = none, None = 32)
     markov_rank: Annotated[int, Field(ge=0, le=4096)] | None = None
     # dflash: kernel size of the convolutions around its sublayers (None or 0 = none)
-    conv_kernel_size: NonNegativeInt | None = None
+    conv_kernel_size: Annotated[int, Field(ge=0, le=64)] | None = None
     # dflash: rank of DFlash 2's selector, which replaces the Markov head (0 = none)
     selector_rank: Annotated[int, Field(ge=0, le=4096)] | None = None
     # dflash, lm: add a head that predicts a token's acceptance (dflash: for engines; lm: it ends drafts)
@@ -184,7 +189,7 @@ class LoraRecipe(Section):
     """Low-rank fine-tuning of the drafter in `init` (peft): y = W x + (alpha / rank) · B A x with W frozen."""
 
     enabled: bool = False
-    rank: PositiveInt = 32  # rank 32 is 9 % of the bytes of the built-in target's eagle3 head
+    rank: Annotated[int, Field(ge=1, le=4096)] = 32  # rank 32 is 9 % of the bytes of the built-in target's eagle3 head
     alpha: PositiveFloat = 32.0
     modules: Names | None = None  # names of projections (None = all that the family adapts)
 
@@ -219,7 +224,7 @@ class TrainRecipe(WriterRecipe):
     # Tokens in a step's softmax, for soft_ce and kl: the likeliest of the step, and a third drawn at random
     # (0 = the draft vocabulary, None = per device).
     sampled_softmax: NonNegativeInt | None = None
-    ttt_steps: PositiveInt = 6  # draft depths of the training-time test, about the depth of drafts (mtp: 3)
+    ttt_steps: Depth = 6  # draft depths of the training-time test, about the depth of drafts (mtp: 3)
     ttt_stride: PositiveInt | None = None  # only every n-th position goes beyond the first step (None = per device)
     ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of a draft depth relative to the last (mtp: 0.6)
     ttt_weights: Literal["decay"] = "decay"  # of draft depths: ttt_decay (a recipe may still name the only way)

@@ -58,7 +58,7 @@ class PreferenceRecipe(Section):
     clip: PositiveFloat = 1.0
     max_length: PositiveInt = 4096  # tokens of context and step; longer texts lose their beginning
     lora: bool | None = None  # learn a LoRA adapter (None = only above a billion parameters)
-    lora_rank: PositiveInt = 16
+    lora_rank: Annotated[int, Field(ge=1, le=4096)] = 16
     lora_alpha: PositiveFloat = 32.0
 
 

@@ -21,12 +21,12 @@ class RouterRecipe(Section):
     limit: PositiveInt = 300  # prompts per domain
     model: Name | None = None  # Hugging Face id or directory of a BERT-style encoder (None = from scratch)
     revision: Name | None = None
-    layers: PositiveInt = 2  # from scratch
-    hidden_size: Annotated[int, Field(gt=0, multiple_of=HEAD_SIZE)] = 128  # from scratch
+    layers: Annotated[int, Field(ge=1, le=64)] = 2  # from scratch
+    hidden_size: Annotated[int, Field(gt=0, le=8192, multiple_of=HEAD_SIZE)] = 128  # from scratch
     lr: PositiveFloat | None = None  # by default 2e-5 for a pretrained encoder, 1e-3 from scratch
     epochs: PositiveInt | None = None  # by default 3 for a pretrained encoder, 10 from scratch
     warmup: Fraction = 0.1
-    max_length: Annotated[int, Field(ge=2)] = 128  # tokens of a prompt that are read, from its beginning
+    max_length: Annotated[int, Field(ge=2, le=2**17)] = 128  # tokens of a prompt that are read, from its beginning
     batch_size: PositiveInt = 32
     # Labels of the prompts. domain: the drafter made for the domain. hindsight: the name of the best drafter for the
     # prompt in a recorded table (`replay`).
