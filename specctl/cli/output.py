@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specctl import progress
@@ -98,8 +98,31 @@ def table(*columns: str, rows: list[list[Any]]) -> RenderableType:
     """Return a plain table. Columns after the first are right-aligned if every cell is a number.
 
     On a narrow terminal headings break between words, and long texts anywhere; names and numbers stay whole. Many
-    columns stand closer there.
+    columns stand closer there. Columns that do not fit follow in further tables, after the columns that name the rows.
     """
+    made = _table(columns, rows)
+    names = next((n for n in range(1, len(columns)) if len({str(row[:n]) for row in rows}) == len(rows)), 1)
+    if not sys.stdout.isatty() or len(columns) < names + 2 or _fits(made):
+        return made
+    from rich.console import Group
+
+    for count in range(len(columns) - 1, names, -1):
+        made = _table(columns[:count], [row[:count] for row in rows])
+        if _fits(made):
+            break
+    rest = [[*row[:names], *row[count:]] for row in rows]
+    return Group(made, table(*columns[:names], *columns[count:], rows=rest))
+
+
+def _fits(shown: RenderableType) -> bool:
+    """Whether a table fits the terminal with every name and number whole."""
+    from rich.console import Console
+
+    console = Console()
+    return console.measure(shown, options=console.options.update(max_width=PIPE_WIDTH)).minimum <= console.width
+
+
+def _table(columns: Sequence[str], rows: list[list[Any]]) -> RenderableType:
     from rich import box
     from rich.table import Table
 
