@@ -85,6 +85,14 @@ def test_every_altered_byte_is_detected_or_unused(file):
     assert seen > len(places) / 2
 
 
+def test_a_damaged_digest_is_refused(file):
+    """A byte of it that was no UTF-8 ended a replay with an unexpected error."""
+    whole, digest = file.read_bytes(), pq.read_schema(file).metadata[table_file.DIGEST]
+    file.write_bytes(whole.replace(digest, bytes([digest[0] ^ 0x80]) + digest[1:]))
+    with pytest.raises(CheckpointError, match="is damaged: its contents have changed"):
+        read(file)
+
+
 def test_arrays_of_a_wrong_shape_are_refused(file, made_up):
     row = made_up(0)
     narrow = dataclasses.replace(row, trace=dataclasses.replace(row.trace, gamma=row.trace.gamma[..., :-1]))

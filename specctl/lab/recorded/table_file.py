@@ -146,7 +146,7 @@ def read(path: Path) -> tuple[Header, list[Recorded]]:
         raise _damaged(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     except (KeyError, TypeError, ValueError, AttributeError, pa.ArrowException) as error:
         raise _damaged(path, str(error)) from error
-    if _digest(text, rows) != metadata.get(DIGEST, b"").decode():
+    if _digest(text, rows).encode() != metadata.get(DIGEST):
         raise _damaged(path, "its contents have changed since it was written")
     return found, rows
 
