@@ -9,7 +9,7 @@ import warnings
 from contextlib import suppress
 
 from specctl.errors import ReaderGone, SpecctlError
-from specctl.progress import interrupts
+from specctl.progress import RESTART, interrupts
 
 
 class Stderr(io.TextIOWrapper):
@@ -62,7 +62,7 @@ def main() -> None:
         shown = interrupts.signal_error(error)
         if shown is error:
             raise
-        print(f"error: {shown}", file=sys.stderr)
+        print(f"error: {shown} (hint: {RESTART})", file=sys.stderr)
         sys.exit(getattr(shown, "exit_code", 130))
     codes.append(run(sys.argv[1:]))
     sys.exit(codes[0])
