@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Score, topology
@@ -357,9 +358,21 @@ class TestHybrid:
             taps=(), score=lambda *_: [Score(span, logits, torch.arange(0, 60, 10), children=(2, 2, 2))]
         )
         text = SimpleNamespace(score=lambda *_: [Score(span, tokens=torch.tensor([[[7], [-1]]]), children=(1,) * 5)])
-        (score,) = Hybrid(head, text, CHEAP).score(SimpleNamespace(), [span], 2)
+        (score,) = Hybrid(head, text, CHEAP).score(SimpleNamespace(device="cpu"), [span], 2)
         assert score.tokens.tolist() == [[[30, 10, 7], [30, 10, -1]]] * 2
         assert score.logits is None and score.children == (3,) * 5
+
+    def test_scores_of_texts_without_new_tokens_are_on_the_target_s_device(self):
+        """In a batch on a GPU, such a text made the scores fail, and the hybrid counted as one without a proposal. The
+        meta device stands for the GPU."""
+        with FakeTensorMode():
+            tokens = torch.zeros(1, 2, 3, dtype=torch.long, device="meta")
+            found = [Score(range(0)), Score(range(5, 7), tokens=tokens)]
+            read = [Score(range(0), tokens=tokens[:, :0]), Score(range(5, 7), tokens=tokens)]
+            head, text = SimpleNamespace(taps=(), score=lambda *_: found), SimpleNamespace(score=lambda *_: read)
+            state = SimpleNamespace(device=tokens.device)
+            scores = Hybrid(head, text, CHEAP).score(state, [range(0), range(5, 7)], 1)
+        assert [score.tokens.shape for score in scores] == [(1, 0, 3), (1, 2, 6)]
 
 
 SPOILED = {

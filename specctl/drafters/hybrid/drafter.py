@@ -138,7 +138,7 @@ class Hybrid(WeighedText):
         scores = []
         parts = zip(self.head.score(state, spans, depths), self.text.score(state, spans, depths), strict=True)
         for head, text in parts:
-            trained, read = proposed(head), proposed(text)
+            trained, read = proposed(head, state.device), proposed(text, state.device)
             deep = max(len(trained), len(read))
             tokens = torch.cat([part.expand(deep, -1, -1) for part in (trained, read)], -1)
             depth = max(len(head.children), len(text.children))
@@ -186,11 +186,11 @@ def share(level: int, levels: int) -> float:
     return (1 - GOES_ON**level) / (1 - GOES_ON**levels)
 
 
-def proposed(score: Score) -> torch.Tensor:
+def proposed(score: Score, device: torch.device) -> torch.Tensor:
     """Tokens [K, S, C] that the drafter of a score would have proposed; −1 = no token."""
     if score.tokens is not None:
         return score.tokens
     if score.logits is None:
-        return torch.empty(1, len(score.positions), 0, dtype=torch.long)
+        return torch.empty(1, len(score.positions), 0, dtype=torch.long, device=device)
     index = score.logits.topk(max(score.children), -1).indices
     return index if score.ids is None else score.ids[index]
