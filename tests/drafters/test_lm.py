@@ -396,6 +396,32 @@ def test_catching_up_after_many_idle_rounds_in_a_full_batch(target, model, promp
     assert drafter.drafts >= 2
 
 
+def test_a_text_that_lags_is_read_with_a_mask_in_the_dtype_of_the_keys(target, model, prompts, monkeypatch):
+    """On a GPU the logits of a bf16 model are fp32. The mask had their dtype, and attention there refuses such masks.
+    Here fp64 stands for this fp32."""
+    monkeypatch.setattr(target, "eos_ids", frozenset())  # no text may finish
+    logits, plan_rows, dtypes = lm.LMDrafter.logits, lm.plan_rows, []
+
+    def planned(*args, dtype, **more):
+        dtypes.append(dtype)
+        return plan_rows(*args, dtype=dtype, **more)
+
+    monkeypatch.setattr(lm.LMDrafter, "logits", lambda drafter, hidden: logits(drafter, hidden).double())
+    monkeypatch.setattr(lm, "plan_rows", planned)
+    drafter, nobody = Watched(model, target, ChainShape(1, 0.0, False)), Scripted(lambda row, budget: ([], []))
+    turns = [drafter, drafter, *[nobody] * 20, drafter]  # an idle drafter lags by as many tokens as it reads alone
+
+    class InTurn(Controller):
+        def choose(self, state):
+            return turns.pop(0) if turns else nobody
+
+        def observe(self, state, result):
+            pass
+
+    decode(target, [prompts[0], prompts[2]], sampling=GREEDY, max_new_tokens=30, seeds=[1, 2], controller=InTurn())
+    assert drafter.drafts == 3 * 2 and {*dtypes} == {target.dtype}
+
+
 @pytest.mark.parametrize("objective", ["soft_ce", "tv"])
 def test_the_distribution_objectives_learn_the_target_distribution(target, model, prompts, objective):
     """All objectives except `ce` compare draft and target distributions at the same tokens."""

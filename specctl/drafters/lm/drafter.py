@@ -166,9 +166,10 @@ class LMDrafter(Drafter):
 
     def _catch_up(self, memory: _Memory, texts: list[list[int]], b: int, places: range) -> None:
         """Read some tokens of sequence b, and keep the logits that follow them."""
-        tokens = torch.tensor([texts[b][places.start : places.stop]], device=memory.logits.device)
-        plan = plan_rows([places.start], len(places), device=tokens.device, dtype=memory.logits.dtype)
-        hidden = self._forward(tokens, memory.cache.sequence(b), plan)[:, -1]
+        cache = memory.cache.sequence(b)
+        tokens = torch.tensor([texts[b][places.start : places.stop]], device=cache.store.device)
+        plan = plan_rows([places.start], len(places), device=tokens.device, dtype=cache.store.dtype)
+        hidden = self._forward(tokens, cache, plan)[:, -1]
         memory.logits[b], memory.confidence[b] = self.logits(hidden)[0], self.confidence(hidden)[0]
 
     def _forward(self, tokens: Tensor, cache: KVCache, plan: Plan) -> Tensor:
