@@ -1,5 +1,7 @@
 """The `lm` family: sizes, loss, storage, and drafts equal to the plain model run from scratch every round."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -420,6 +422,18 @@ def test_a_text_that_lags_is_read_with_a_mask_in_the_dtype_of_the_keys(target, m
 
     decode(target, [prompts[0], prompts[2]], sampling=GREEDY, max_new_tokens=30, seeds=[1, 2], controller=InTurn())
     assert drafter.drafts == 3 * 2 and {*dtypes} == {target.dtype}
+
+
+def test_rounds_on_a_device_draft_from_logits_that_are_not_rounded():
+    """On a GPU the logits of a bf16 model are fp32. The first token of a draft came from logits in bf16, where the
+    two likeliest tokens are often equal."""
+    drafter = lm.LMDrafter.__new__(lm.LMDrafter)
+    drafter.shape, drafter.vocab_size, drafter.advance = ChainShape(3, 0.0, False), 3, lambda state: None
+    memory = SimpleNamespace(logits=torch.tensor([[20.0, 20.04, 19.0]]), cache=SimpleNamespace(captured_tensor=None))
+    state = SimpleNamespace(batch=1, dtype=torch.bfloat16, device="cpu", memory={drafter: memory})
+    rounds = lm.LMRounds(drafter, state, 3)
+    rounds.load(state)
+    assert kernels.argmax(rounds.following).tolist() == [1]
 
 
 @pytest.mark.parametrize("objective", ["soft_ce", "tv"])

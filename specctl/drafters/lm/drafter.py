@@ -130,7 +130,7 @@ class LMDrafter(Drafter):
                 self.model.new_cache(state.batch, state.capacity),
                 [0] * state.batch,
                 [[] for _ in state.rows],
-                torch.zeros(state.batch, self.vocab_size, dtype=state.dtype, device=state.device),
+                torch.zeros(state.batch, self.vocab_size, device=state.device),
                 torch.ones(state.batch, device=state.device),
             )
         elif memory.cache.capacity < state.capacity:
@@ -338,13 +338,13 @@ class LMDrafter(Drafter):
 class LMRounds(DeviceDraft):
     """Device-side rounds of an `LMDrafter`: slot i of its cache holds token i.
 
-    `following` [B, V] holds the logits after the last committed token.
+    `following` [B, V] fp32 holds the logits after the last committed token: on a GPU, those of a bf16 model are fp32.
     """
 
     def __init__(self, drafter: LMDrafter, state: DecodeState, budget: int):
         self.drafter, self.depth = drafter, min(drafter.shape.depth, budget)
         self.reach = self.depth + 2
-        self.following = torch.zeros(state.batch, drafter.vocab_size, dtype=state.dtype, device=state.device)
+        self.following = torch.zeros(state.batch, drafter.vocab_size, device=state.device)
         self.carried = [self.following]
 
     def load(self, state: DecodeState) -> None:
