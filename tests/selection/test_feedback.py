@@ -12,6 +12,7 @@ from specctl.decoding.state import DecodeState
 from specctl.drafters import pool
 from specctl.drafters.eagle3 import drafter as eagle3
 from specctl.drafters.eagle3.head import Eagle3Head
+from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.mtp.drafter import MtpDrafter
@@ -23,6 +24,7 @@ from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from specctl.selection import feedback
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.losses import LEAF, beyond_the_end, realised_length
+from tests.conftest import even_costs
 from tests.lossless.drafters import own_weights, ragged
 from tests.toys import mtp
 from tests.toys.decoding import decode
@@ -211,7 +213,8 @@ def test_the_accepted_length_of_a_chain_is_its_run_of_hits(target, drafters, tex
 
 
 class Watch(Controller):
-    """Play one drafter and score all: up to `per_round` tokens per text every second round, and the rest at its end."""
+    """Play one drafter and score all: every second round up to `per_round` tokens of a text, and the rest at its end.
+    Neighbouring slots take turns, so that some texts have nothing to score when others have."""
 
     def __init__(self, drafter, scorer, per_round):
         self.drafter, self.scorer, self.per_round = drafter, scorer, per_round
@@ -224,8 +227,8 @@ class Watch(Controller):
         self.scorer.keep(state, result.verdict, range(state.batch))
         self.rounds += 1
         counts = [
-            count if row.stop is not None else min(count, self.per_round if self.rounds % 2 else 0)
-            for count, row in zip(self.scorer.pending(state), state.rows, strict=True)
+            count if row.stop is not None else min(count, self.per_round if (self.rounds + b) % 2 else 0)
+            for b, (count, row) in enumerate(zip(self.scorer.pending(state), state.rows, strict=True))
         ]
         before = self.scorer.pending(state)
         for row, count, part in zip(state.rows, counts, self.scorer.score(state, counts), strict=True):
@@ -244,6 +247,7 @@ def test_scores_of_a_live_batch_equal_scores_of_whole_texts(target, prompts, dra
     plain = decode(target, asked, sampling=sampling, max_new_tokens=limits, seeds=seeds)
     texts = [one.prompt_ids + one.output_ids for one in plain]
     some = [drafters[name] for name in ("eagle3", "medusa", "sampled", "lookup", "suffix")]
+    some.append(Hybrid(some[0], drafters["lookup"], even_costs(target, some[0], "")))
     taps = tuple(sorted({tap for drafter in some for tap in drafter.taps}))
     watch = Watch(ragged(texts, 1, target.vocab_size), Scorer(target, some, 3), 4)
     found = decode(
@@ -254,8 +258,9 @@ def test_scores_of_a_live_batch_equal_scores_of_whole_texts(target, prompts, dra
         whole = table(target, some, one.prompt_ids, one.output_ids, 3, sampling, seed=seed)
         parts = watch.found.get(one.index, [])
         for field in ("gamma", "hit"):
-            joined = np.concatenate([getattr(part, field) for part in parts], 1) if parts else np.zeros((5, 0, 3))
+            joined = np.concatenate([getattr(part, field) for part in parts], 1) if parts else np.zeros((6, 0, 3))
             np.testing.assert_allclose(joined, getattr(whole, field), atol=5e-4)
+    assert not any(watch.scorer.failures)
 
 
 def test_a_prompt_of_one_token_is_scored(target, drafters):
