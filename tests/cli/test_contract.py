@@ -187,7 +187,7 @@ def test_an_overlong_drafter_name_is_reported_as_missing(specctl):
 
 
 def test_messages_are_limited_in_length(specctl, library):
-    found = explain(errors.UsageError("\n".join(f"{n}: " + "x" * 5000 for n in range(2_000)), "y" * 5000))
+    found = explain(errors.UsageError("\n".join(f"{n}: " + "x" * 5000 for n in range(100)), "y" * 5000))
     assert len(found.message) < 2000 and len(found.message.splitlines()) <= 12 and len(found.hint) <= 1500
     assert explain(errors.UsageError("a\x1b[31mb")).message == "a\\x1b[31mb"
     command = "vllm serve MODEL " + "--option value " * 60

@@ -13,10 +13,16 @@ from tests.measuring.streams import write_head
 from tests.toys.engine import FakeEngine
 
 
-@pytest.fixture
-def lora(tmp_path):
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
     """An adapter of the built-in target."""
-    write_adapter("builtin", tmp_path / "lora")
+    return write_adapter("builtin", tmp_path_factory.mktemp("adapter") / "lora")
+
+
+@pytest.fixture
+def lora(adapter, tmp_path):
+    """A copy of the adapter in the working directory."""
+    shutil.copytree(adapter, tmp_path / "lora")
     return "lora"
 
 

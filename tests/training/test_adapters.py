@@ -47,7 +47,7 @@ TAPS, LAST = (1, 5), 10
 def answered(tmp_path_factory):
     """A folder with adapters a and b, and answers of a, b and the bare target to the same prompts."""
     place = tmp_path_factory.mktemp("answered")
-    prompts = [json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(30)]
+    prompts = [json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(14)]
     (place / "prompts.jsonl").write_text("".join(prompts))
     write_adapter("builtin", place / "a")
     write_adapter("builtin", place / "b", target_modules=["q_proj", "gate_proj"])
@@ -57,7 +57,7 @@ def answered(tmp_path_factory):
             data=DataRecipe(domain=["count"], prompts=str(place / "prompts.jsonl")),
             sampling=SamplingRecipe(max_new_tokens=10),
             temperatures=[0.0],  # sampled tokens of random adapters could not be predicted
-            batch_size=30,
+            batch_size=14,
             output_dir=place / "distilled" / name,
         )
         distill(made, Run.create("distill", made, place / f"{name}.run"))
