@@ -42,10 +42,13 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def png(figure: Figure) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     image = io.BytesIO()
+    figure.set_dpi(min(DPI, LARGEST / max(figure.get_size_inches())))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # for names in a script that matplotlib's font lacks
-        figure.savefig(image, format="png", dpi=min(DPI, LARGEST / max(figure.get_size_inches())))
+        FigureCanvasAgg(figure).print_png(image)  # `Figure.savefig` draws twice
     return image.getvalue()
 
 
