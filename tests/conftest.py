@@ -99,7 +99,6 @@ def pytest_collection():
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         atexit.register(gc.unfreeze)  # later than pytest's own searches at the end
         gc.set_threshold(20_000)

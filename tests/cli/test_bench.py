@@ -8,10 +8,10 @@ from specctl.decoding.target import Target
 from specctl.measuring.bench import rounds, shapes
 
 
-def test_every_part_is_measured(specctl):
+def test_every_part_is_measured(specctl, tiny_directory):
     done = specctl(
         "bench", "--json", "--drafter", "lookup", "--batches", "1,2", "--limit", "3", "--max-new-tokens", "6",
-        "repeats=1", "context=20", "draft_lengths=[2]",
+        "repeats=1", "context=20", "draft_lengths=[2]", "--target", tiny_directory("llama"),
     )  # fmt: skip
     assert done.code == 0, done.err
     document = done.json
@@ -49,8 +49,9 @@ def test_a_signal_stops_the_benchmark(specctl, monkeypatch, part, place, name):
     assert done.code == 75 and begun == [name] and "interrupted by SIGTERM" in done.err
 
 
-def test_without_json_tables_are_printed(specctl):
-    done = specctl("bench", "--parts", "steps", "repeats=1", "context=20")
+def test_without_json_tables_are_printed(specctl, tiny_directory):
+    target = tiny_directory("llama")
+    done = specctl("bench", "--target", target, "--parts", "steps", "repeats=1", "context=20")
     assert done.code == 0 and "transformers / ours" in done.out and "tokens/s" not in done.out
 
 
