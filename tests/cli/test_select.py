@@ -196,5 +196,5 @@ def test_rounds_run_on_the_device_if_all_contenders_support_it(specctl, tmp_path
     assert {"Hybrid", "WeighedText"} <= kinds
     others = [] if options else [["algo=[metasd-ucb]", "game.reward=bd"], ["batch=2"]]
     for place, more in enumerate(others):
-        found = selected(f"other {place}", *more)
+        found = selected(f"other {place}", *more, "limit=1")
         assert found["rounds_on"] == "host" and {*ran} == {PLAIN}, more

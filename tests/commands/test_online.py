@@ -324,21 +324,24 @@ def test_all_drafters_of_a_run_have_rounds_of_one_kind(tmp_path, prompts, tiny, 
     """If drafts end early or their length is chosen, a drafter needs rounds on the host. All drafters of the run then
     have rounds on the host: rounds that run ahead on a device would give a drafter an unfair advantage. A text drafter
     among the baselines does not force this. Plain decoding stays as fast as possible, because all speeds are measured
-    against it. `eval` lets every drafter use the device."""
+    against it."""
     rounds = watch_device_rounds(monkeypatch)
     baselines = ["vanilla", "static"] if slower else ["vanilla", "static", "lookup"]
     made = recipe(prompts, heads("eagle3"), tiny, **{"drafting": STEADY, "baselines": baselines} | slower)
     found, document = learnt(tmp_path / "run", made, tiny)
     assert ({*rounds} == {PLAIN}) == bool(slower)
     assert found.rounds_on == document["rounds_on"] == "host"  # "device" stands for replays of graphs
-    rounds.clear()
-    head = str(heads("eagle3"))
-    for drafters, baselines in (([head], []), ([], ["vanilla"])):
-        options = dict(drafters=drafters, baselines=baselines, drafting=STEADY, sampling=made.sampling)
-        again = EvalRecipe(target=made.target, data=DataRecipe(prompts=made.data.prompts), **options)
-        evaluate(again, Run.create("eval", again, tmp_path / f"eval{len(drafters)}"), target=tiny)
-        assert rounds
-        rounds.clear()
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_eval_lets_every_drafter_use_the_device(tmp_path, prompts, tiny, heads, monkeypatch, drafted):
+    rounds, head = watch_device_rounds(monkeypatch), heads("eagle3")
+    like = recipe(prompts, head, tiny)
+    options = {"drafters": [str(head)], "baselines": []} if drafted else {"drafters": [], "baselines": ["vanilla"]}
+    data = DataRecipe(prompts=like.data.prompts)
+    made = EvalRecipe(target=like.target, data=data, sampling=like.sampling, drafting=STEADY, **options)
+    evaluate(made, Run.create("eval", made, tmp_path / "eval"), target=tiny)
+    assert rounds
 
 
 def test_graphs_of_plain_decoding_do_not_count_as_rounds_of_drafters(tmp_path, prompts, tiny, heads, monkeypatch):
