@@ -202,7 +202,7 @@ def table(
 def _joined(scores: list[Score]) -> Score:
     """Join the scores of several texts into one of R positions; `positions` has no meaning there. Texts without
     positions are left out: the tokens of their scores may have another number of depths."""
-    scores = [score for score in scores if score.positions]
+    scores = [score for score in scores if score.positions] or scores[:1]
     first = scores[0]
     if first.tokens is None:
         logits = [score.logits for score in scores if score.logits is not None]
