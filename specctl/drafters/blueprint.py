@@ -18,12 +18,13 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.overrides import TorchFunctionMode
 
-from specctl.decoding.models.outline import NoRandomValues
 from specctl.drafters.checkpoint import CONFIG, RECOPY_HINT, WEIGHTS
 from specctl.errors import CheckpointError
 
 MAX_BUFFER_BYTES = 1 << 30  # bytes of buffers that a module may compute for itself, in addition to its weights
+RANDOM = ("kaiming_uniform_", "normal_", "uniform_")  # of torch, and of transformers in their place
 SHOWN = 60  # characters of a value in a message
 
 Count = Annotated[int, Field(strict=True, gt=0, le=1 << 10)]  # number of layers, heads or taps
@@ -73,7 +74,7 @@ def build_with_weights(make: Callable[[], Module], tensors: Mapping[str, Tensor]
     a head of a billion weights that took seconds. Raises CheckpointError if tensor names, shapes or kinds of dtype
     differ.
     """
-    with NoRandomValues():
+    with _NoRandomValues():
         outline = build_or_raise(lambda: _outline(make, len(tensors)))
         check_tensors(outline.state_dict(), tensors)
         beside = sum(buffer.nbytes for buffer in outline.buffers())
@@ -130,6 +131,16 @@ def shortened_repr(value: Any) -> str:
     """Format a value for a message: its repr, cut to SHOWN characters."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+class _NoRandomValues(TorchFunctionMode):
+    """A context in which new modules leave the weights as they are that they would draw at random."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", None) in RANDOM:
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **kwargs)
 
 
 def _outline(make: Callable[[], Module], tensors: int) -> Module:

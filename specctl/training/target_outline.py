@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from specctl.decoding.models.ends import ModelEnds, model_on_meta, without_layers
-from specctl.decoding.models.outline import on_meta
 from specctl.decoding.models.supported import engine_only_reason
 from specctl.decoding.target import Target
 from specctl.drafters.family import load_family
@@ -78,7 +77,7 @@ class Outline:
     def drafter(self, recipe: TrainRecipe) -> nn.Module:
         """The drafter that the recipe would train, on the meta device."""
         family = load_family(recipe.arch)
-        with on_meta():
+        with torch.device("meta"):
             return family.build(recipe, cast(Target, self), lambda size: list(range(size)))
 
 

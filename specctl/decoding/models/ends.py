@@ -26,7 +26,6 @@ from specctl.decoding.models.loading import (
     location,
 )
 from specctl.decoding.models.model import PREFILL_ROWS
-from specctl.decoding.models.outline import on_meta
 from specctl.decoding.models.supported import quiet
 from specctl.decoding.models.weight_files import EMBEDDINGS, WeightFiles
 from specctl.errors import CheckpointError
@@ -42,7 +41,7 @@ def model_on_meta(config: Any, *, trust_remote_code: bool = False) -> Any:
 
     only_text = trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     builder: Any = AutoModelForCausalLM if only_text else AutoModelForMultimodalLM
-    with on_meta():
+    with torch.device("meta"):
         model = builder.from_config(config, **({"trust_remote_code": True} if trust_remote_code else {}))
     return getattr(model, "thinker", model)  # the part of a model with speech that writes text
 

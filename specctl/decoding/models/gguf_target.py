@@ -19,7 +19,6 @@ from torch import Tensor
 from specctl import regular_files
 from specctl.decoding.models import gguf_file, gguf_tokenizer
 from specctl.decoding.models.gguf_file import GGUFContents, StoredTensor
-from specctl.decoding.models.outline import on_meta
 from specctl.errors import CheckpointError, one_line
 from specctl.kernels import cache
 from specctl.kernels.native import GroupedWeights
@@ -256,7 +255,7 @@ def _parameters(name: str, config: dict[str, Any]) -> dict[str, GGUFParameter]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        with on_meta():
+        with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     except Exception as error:  # sizes that do not fit together can make `transformers` raise anything
         reason = one_line(getattr(error, "__cause__", None) or error)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from specctl import regular_files
 from specctl.decoding.models import gguf_target, supported
 from specctl.decoding.models.loading import is_gguf, is_hub_id, load_errors, load_generation_config, model_directory
-from specctl.decoding.models.outline import on_meta
 from specctl.errors import CheckpointError
 
 CUT = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.(weight|bias)$")
@@ -62,7 +61,7 @@ def load_slice(
     CheckpointError if it has no safetensors files or they lack a tensor."""
     from transformers import AutoModelForCausalLM
 
-    with on_meta():
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with load_errors(name):
         held = _tensors(name, revision, dtype)

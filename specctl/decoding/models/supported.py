@@ -205,15 +205,13 @@ def check_headers(what: str, directory: Path | None, config: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from specctl.decoding.models.outline import NoRandomValues
-
     if directory is None or quantisation(config) is not None:
         return
     files = weight_files(directory)
     if not files or not all(file.is_file() and file.suffix == ".safetensors" for file in files):
         return
     try:
-        with quiet(), NoRandomValues():
+        with quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory, device_map={"": torch.device("meta")}, **REPORT, trust_remote_code=False
             )

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.decoding.models.outline import NoRandomValues, on_meta
 from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
 from specctl.decoding.target import Target
@@ -84,8 +83,7 @@ class MtpFamily(HeadFamily):
         if not shape.normed_features:
             assert target.norm_weight is not None  # every supported model type has one
             tensors["target_norm"] = target.norm_weight.float().cpu()
-        with NoRandomValues():
-            head = MtpHead(shape)
+        head = MtpHead(shape)
         head.load_state_dict(tensors)
         return head
 
@@ -105,7 +103,7 @@ def architecture(layer: NativeLayer, recipe: DrafterRecipe, target: Target) -> M
         qk_norm="layer.self_attn.q_norm.weight" in layer.shapes,
         normed_features=normed,
     )
-    with on_meta():
+    with torch.device("meta"):
         called = {name: tuple(tensor.shape) for name, tensor in MtpHead(shape).named_parameters()}
     for name in called.keys() | layer.shapes.keys():
         if called.get(name) != layer.shapes.get(name):
