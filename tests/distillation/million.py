@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 from specctl.distillation import generate
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
@@ -24,6 +26,7 @@ class Target:
     """A target with a tokenizer of words."""
 
     context_length = 4096
+    device = torch.device("cpu")
     identity = {"name": "synthetic", "vocab_hash": "0"}  # noqa: RUF012
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
 

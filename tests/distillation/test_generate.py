@@ -11,7 +11,9 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.target import load_target
 from specctl.distillation import generate, shards, store
 from specctl.distillation.generate import distill
@@ -29,6 +31,7 @@ class FakeTarget:
     """A target with a context of 64 that renders a prompt as its bytes."""
 
     context_length = 64
+    device = torch.device("cpu")
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
 
     def __init__(self, **identity):
@@ -274,6 +277,22 @@ def test_built_in_target_answers_in_a_batch_as_alone(tmp_path):
         assert target.tokenizer.decode(row["prompt_ids"]).endswith("<|assistant|>\n")
         assert (row["stop"] == "eos") == (row["response_ids"][-1] in target.eos_ids)
         assert "<|end|>" not in row["text"]
+
+
+def test_common_instructions_of_built_in_prompts_are_read_once(tmp_path, monkeypatch):
+    path, caches = tmp_path / "prompts.jsonl", []
+    texts = [f"Answer in one short sentence, and name the table that you use. {text}?" for text in "abcdefgh"]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    target = load_target("builtin", dtype="fp32", device="cpu")
+    options = {"sampling": {"max_new_tokens": 8}, "target": target}
+    for name, most_bytes in (("cached", 2**20), ("uncached", 0)):
+        caches.append(PrefixCache(most_bytes=most_bytes))
+        monkeypatch.setattr(generate, "cpu_prefix_cache", lambda target: caches[-1])
+        go(path, tmp_path / name, batch_size=2, **options)
+    rows = by_id(tmp_path / "cached")
+    assert rows == by_id(tmp_path / "uncached") and len(rows) == len(texts)
+    total = sum(len(row["prompt_ids"]) for row in rows)
+    assert caches[0].read < 0.4 * total < caches[1].read < total, "within a batch prompts share their beginning anyway"
 
 
 def test_a_limit_samples_from_the_whole_file(questions, tmp_path):

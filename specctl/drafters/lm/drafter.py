@@ -338,7 +338,7 @@ class LMDrafter(Drafter):
 class LMRounds(DeviceDraft):
     """Device-side rounds of an `LMDrafter`: slot i of its cache holds token i.
 
-    `following` [B, V] fp32 holds the logits after the last committed token: on a GPU, those of a bf16 model are fp32.
+    `following` [B, V] holds the logits after the last committed token, in fp32, as a GPU gives them for bf16 models.
     """
 
     def __init__(self, drafter: LMDrafter, state: DecodeState, budget: int):

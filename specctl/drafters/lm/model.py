@@ -93,7 +93,7 @@ class LM(nn.Module):
         shares = torch.ones_like(rows, dtype=torch.float32)
         total, _ = linear_distill(hidden, head.weight[:width], bias, teacher, rows, shares, self.objective)
         if self.confidence_head is not None:
-            states = hidden.detach()  # the head learns from the states as they are for drafting
+            states = hidden.detach()  # the stopping head does not change the states that draft
             with torch.no_grad():
                 parts = [F.linear(part, head.weight, head.bias).argmax(-1) for part in states.split(HEAD_ROWS)]
             best = torch.cat(parts)
