@@ -44,12 +44,12 @@ demo: $(VENV)/.run
 	$(BIN)/specctl train-drafter --recipe demo/train --overwrite
 	$(BIN)/specctl eval --recipe demo/eval --overwrite
 
-# One process more than there are cores, at most four: tests also wait for servers and child processes. Each process
-# computes with one thread. Every process gets a run of neighbouring files, so that it makes few fixtures twice; a
-# process that has finished takes tests from the end of another one's run. All write bytecode: without it, every child
-# process would compile the package again, and every run the tests.
+# One process per core, at most four; each computes with one thread. On two cores three processes took longer than two,
+# as each imports torch and makes fixtures of its own. Every process gets a run of neighboring files, so that it makes
+# few fixtures twice; a process that has finished takes tests from the end of another one's run. All write bytecode:
+# without it, every child process would compile the package again, and every run the tests.
 test: $(VENV)/.dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $$($(BIN)/python -c 'import os; print(min(4, 1 + os.cpu_count()))') --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $$($(BIN)/python -c 'import os; print(min(4, os.cpu_count()))') --dist worksteal
 
 # In an environment of its own: it pins the versions of torch and transformers. The three packages that are removed are
 # built for another torch, and vLLM imports what it finds of them. Triton stands apart: only DSpark is to find it.
