@@ -24,7 +24,7 @@ from specctl.runs import Run, atomic_write, to_json
 
 WITH_ADAPTER = "the drafter was made for the target with {}: serve the target with the same adapters"
 LORA_MODULES = " (--enable-lora --lora-modules NAME=DIR)"
-NEVER_FASTER = "plain decoding is faster than any draft at every measured load: serve the target without a drafter"
+NEVER_FASTER = "plain decoding is faster at every measured load: serve the target without the drafter of this command"
 RECORD = "export.json"
 """File in the output directory that says where the export comes from. A directory with this file may be overwritten."""
 TOKEN_HINT = "run `hf auth login`, or set HF_TOKEN to a token that may write"
