@@ -84,7 +84,7 @@ def test_failing_requests_change_nothing(questions, tmp_path, text):
 @pytest.mark.slow
 def test_killed_runs_resume_to_the_undisturbed_result(questions, tmp_path, text):
     context, moments = multiprocessing.get_context("fork"), random.Random(3)
-    with FakeEngine(text.tokenizer, seconds=0.02) as engine:
+    with FakeEngine(text.tokenizer, seconds=0.1) as engine:
         go(questions, tmp_path / "whole", engine, text)
         deaths = 0
         for _ in range(20):
