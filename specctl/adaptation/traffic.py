@@ -81,7 +81,7 @@ class Tail:
         self.place = LogPosition()
         self.start = 0  # byte at which the last line begins
         self._file: Any = None
-        self._rest, self._length = b"", 0  # the incomplete line, and its bytes so far
+        self._rest, self._length = b"", 0  # the incomplete line, and the number of bytes read of it
 
     def seek(self, place: LogPosition) -> None:
         """Go to an earlier `place`, in this file or in the rotated file PATH.1."""

@@ -37,7 +37,7 @@ CPU_BYTES = 512 * 2**20
 
 
 def cpu_prefix_cache(target: Target, most_bytes: int = CPU_BYTES) -> PrefixCache | None:
-    """A cache for a target on a CPU, or None if it has no room. None also on a GPU, where sequences share pages
+    """Make a cache for a target on a CPU. Returns None if `most_bytes` is 0, and on a GPU, where sequences share pages
     (pages.py)."""
     return PrefixCache(most_bytes=most_bytes) if most_bytes and target.device.type == "cpu" else None
 

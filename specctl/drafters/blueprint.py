@@ -134,7 +134,7 @@ def shortened_repr(value: Any) -> str:
 
 
 class _NoRandomValues(TorchFunctionMode):
-    """A context in which new modules leave the weights as they are that they would draw at random."""
+    """A context in which a new module draws no random weights: its parameters stay uninitialized."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

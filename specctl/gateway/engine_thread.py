@@ -231,7 +231,7 @@ class EngineThread:
             self._add(generation, generation.request)
 
     def _read_ahead(self, generation: Generation) -> bool:
-        """Read a part of a long prompt. Returns False if the engine should read what is missing."""
+        """Read a part of a long prompt. Returns False if the engine should read the rest."""
         prefix_cache, target = self.engine.options.prefix_cache, self.engine.target
         if prefix_cache is None:
             return False

@@ -295,7 +295,7 @@ class PlannedTraining:
                 found["target's forward"] = forward_bytes(outline, machine, max(one.stop for one in self.whole))
         if machine.gpu == "cpu":
             found["process"] = PROCESS_BYTES
-            if self.loads_layers:  # a check holds the weights, the stored drafter and the one that drafts
+            if self.loads_layers:  # a check holds the weights, the stored drafter and the drafter that it runs
                 check = self.parameters * (4 + 4 + outline.dtype.itemsize)
                 found["acceptance check"] = max(0.0, check - found["activations"] - found.get("autocast", 0))
         return found

@@ -43,7 +43,7 @@ time.sleep(1e9)
 
 @dataclass
 class Side:
-    """A server and what it did."""
+    """A server, its tokens and seconds, and the seconds until each first token."""
 
     url: str
     tokens: int = 0
