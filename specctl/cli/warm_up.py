@@ -19,7 +19,7 @@ def warm_ups(recipe: LearningRecipe) -> list[TrainRecipe]:
     Raises UsageError if there are no prompts for a training, DataError if their file cannot be used.
     """
     from specctl import data_prep
-    from specctl.cli.train_drafter import check_data
+    from specctl.cli.training_data import check_data
     from specctl.recipe import DataRecipe, TrainRecipe
     from specctl.recipe.train import AutoDistillRecipe
 

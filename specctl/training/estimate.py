@@ -109,20 +109,20 @@ class Estimate:
         length = f"{self.response_tokens / self.responses:.0f} tokens{'' if self.texts_counted else ' (assumed)'}"
         fit = "fits" if self.fits else "does NOT fit; to reduce it: " + "; ".join(self.advice)
         ends = (
-            f"estimate: {_count(self.loaded_parameters)} parameters of the target are loaded: embedding, final norm "
+            f"{_count(self.loaded_parameters)} parameters of the target are loaded: embedding, final norm "
             "and vocabulary head, without its layers (features.whole_target=true loads them)"
         )
         return [
-            f"estimate: {_count(self.target_parameters)} parameters in the target, {_count(self.drafter_parameters)} "
+            f"{_count(self.target_parameters)} parameters in the target, {_count(self.drafter_parameters)} "
             f"in the drafter; {self.responses:,} responses of {length}",
             *([ends] if self.loaded_parameters < self.target_parameters else []),
-            f"estimate: {self.steps:,} steps, {self.flops:.2g} FLOPs, {duration(self.hours)} "
+            f"{self.steps:,} steps, {self.flops:.2g} FLOPs, {duration(self.hours)} "
             f"on {self.gpus} × {self.gpu} at {self.utilisation:.0%} of peak (an assumption)"
             f"{_waiting(self.useful_share, self.processes)}; "
             "distillation and acceptance checks not included",
-            f"estimate: {sum(self.memory_gb.values()):.3g} of {self.memory_limit_gb:.3g} GB memory per {per} "
+            f"{sum(self.memory_gb.values()):.3g} of {self.memory_limit_gb:.3g} GB memory per {per} "
             f"({_sizes(self.memory_gb)}): {fit}",
-            f"estimate: {sum(self.disk_gb.values()):.3g} GB on disk ({_sizes(self.disk_gb)})",
+            f"{sum(self.disk_gb.values()):.3g} GB on disk ({_sizes(self.disk_gb)})",
         ]
 
 
