@@ -146,8 +146,7 @@ class ReplayBuffer(FeatureStore):
                 taps = select_taps(state.features[b, :slots], state.taps, self.taps)
             committed = torch.tensor(row.ids[row.prompt_length + 1 :], dtype=torch.int32, device=teacher.device)
             features = Features(taps, teacher, best=committed)
-            sampling = row.request.sampling
-            drawn = sampling.temperature > 0 or sampling.repetition_penalty != 1
+            drawn = row.request.sampling.temperature > 0 or row.request.edits_logits
         self.add(BufferedText(example, text.rejected, drawn), features)
 
     def add(self, text: BufferedText, features: Features | None) -> None:

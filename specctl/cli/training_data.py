@@ -1,4 +1,4 @@
-"""Distilled data of a training: what is missing, with the recipes that distil it, and what exists already."""
+"""Distilled data of a training: recipes for missing data, and reports about existing data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `train-drafter --dry-run` says: the steps, how to start several processes, and the estimates."""
+"""Plan of `train-drafter`, which --dry-run prints: steps, how to start several processes, and estimates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Training(NamedTuple):
     Attributes:
         recipe: its recipe, with the adapter of its data.
         authors: the model that wrote each directory of data (`training.adapters.with_adapters`).
-        silent: addresses of the servers that do not respond; None if they were not asked (`silent_servers`).
+        silent: addresses of the servers that do not respond, or None if they were not asked (`silent_servers`).
     """
 
     recipe: TrainRecipe
@@ -39,7 +39,7 @@ class Training(NamedTuple):
 
 def silent_servers(recipe: TrainRecipe, authors: dict[Path, Author]) -> list[str] | None:
     """Ask the servers that compute features whether they list the models that wrote the data. Return the addresses that
-    do not respond; None if no model or no server is named, or if the target's configuration is not on this machine.
+    do not respond, or None if no model or no server is named, or if the target's configuration is not on this machine.
 
     Raises UsageError if a server does not list one.
     """
@@ -52,7 +52,7 @@ def silent_servers(recipe: TrainRecipe, authors: dict[Path, Author]) -> list[str
 
 
 def served_states(recipe: TrainRecipe, authors: dict[Path, Author]) -> HiddenStatesSpec | None:
-    """Return the states that servers compute; None without the target's configuration on this machine."""
+    """Return the states that servers compute, or None without the target's configuration on this machine."""
     from specctl.decoding.models.loading import DTYPES, load_config
     from specctl.drafters import checkpoint
     from specctl.training import served_features
@@ -85,7 +85,7 @@ class TrainingPlan:
     def __init__(self, trainings: list[Training], missing: dict[Path, DistillRecipe]):
         self.trainings, self.missing = trainings, missing
         self.prompts = {source: known_prompts(recipe.data) for source, recipe in missing.items()}
-        """Ids of all prompts of missing data; None if the files may have more prompts than the limit."""
+        """Ids of all prompts of missing data, or None if the files may have more prompts than the limit."""
 
     @property
     def lines(self) -> list[str]:
@@ -122,8 +122,8 @@ class TrainingPlan:
         return plans
 
     def _held_out(self, recipe: TrainRecipe) -> tuple[int, int] | None:
-        """Return the numbers of held-out prompts, if the prompts are known: those that choose a checkpoint, and those
-        on which the choice is measured."""
+        """Return the numbers of held-out prompts, if known: how many choose a checkpoint, and on how many
+        the choice is measured."""
         from specctl.distillation import store
         from specctl.training.data import held_out_numbers
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.kernels import Rows
+
+if TYPE_CHECKING:
+    from specctl.decoding.constraint import Constraint
 
 PADDING = -2  # parent of a padding slot in `DraftTree.parents`
 
@@ -39,6 +42,7 @@ class Request:
         seed: random seed. Prompt, `sampling` and seed determine the text.
         ends: ids that end the text, in addition to the target's own. Here, too, `stop` is "eos".
         ignores_eos: the target's own end tokens do not end the text, which load tests ask for.
+        constraint: form of the text, or None. It follows this text, so no other request may have it.
         label: identity of the text for controllers and logs, if known.
     """
 
@@ -49,6 +53,12 @@ class Request:
     ends: frozenset[int] = frozenset()
     label: Label | None = None
     ignores_eos: bool = False
+    constraint: Constraint | None = None
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether tokens are drawn from other logits than the target's: with a repetition penalty or a constraint."""
+        return self.sampling.repetition_penalty != 1 or self.constraint is not None
 
 
 @dataclass(eq=False)

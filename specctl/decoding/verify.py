@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from specctl import kernels
+from specctl.decoding.constraint import constrain
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.protocols import Proposer
-from specctl.decoding.records import PADDING, DraftTree, Verdict, topology
+from specctl.decoding.records import PADDING, DraftTree, Sequence, Verdict, topology
 from specctl.decoding.sampling import ACCEPT, TARGET, Draws
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -43,10 +44,9 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     logits, hidden, tapped = target.step(tokens, state.cache, plan, state.taps)
     if state.exact_rows:
         logits, hidden = logits[:, :rows], hidden[:, :rows]
-    texts = [row.ids for row in state.rows]
-    discouraged = state.draws.penalise(logits, texts, parents, draft.tokens)
-    path, accepted, bonus = judge(state.draws, draft, discouraged, plan.positions[:, :rows] + 1)
-    failed = nonfinite_rows(target, last_rows(logits, path, accepted))
+    edited, failed = edit_logits(state.draws, logits, state.rows, parents, draft.tokens)
+    path, accepted, bonus = judge(state.draws, draft, edited, plan.positions[:, :rows] + 1)
+    failed |= nonfinite_rows(target, last_rows(logits, path, accepted))
     paths, committed = _collect(draft, path, accepted, bonus)
     depths = [max(d, default=0) for d in depth]
     stops = []
@@ -54,6 +54,17 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
         last = nodes[-1] if nodes else -1
         stops.append("rejected" if last in inner else "leaf")
     return Verdict(paths, committed, stops, depths, logits, hidden, tapped, draft.chain, failed)
+
+
+def edit_logits(
+    draws: Draws, logits: Tensor, texts: list[Sequence], parents: list[list[int]], tokens: Tensor
+) -> tuple[Tensor, dict[int, Exception]]:
+    """Apply the requests' repetition penalties and constraints to the logits [B, 1 + n, V] of texts and drafts.
+    `parents` and `tokens` [B, n] are the drafts'. Returns the logits to draw from, and the errors by sequence."""
+    if not any(text.request.edits_logits for text in texts):
+        return logits, {}
+    penalised = draws.penalise(logits, [text.ids for text in texts], parents, tokens)
+    return constrain(penalised, texts, parents, tokens)
 
 
 def nonfinite_rows(target: Target, logits: Tensor) -> dict[int, Exception]:

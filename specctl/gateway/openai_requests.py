@@ -26,7 +26,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -53,8 +52,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 So does null, for every field.
 """
-NOT_ENFORCED = {"response_format": "no form of the text can be enforced, so ask for JSON in a message"}
-"""Reasons that a client's author must know, by field."""
 
 
 class _Body(BaseModel):
@@ -80,6 +77,29 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchema(_Body):
+    """A schema for an answer. It is always enforced, also if `strict` is false."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """Form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_of_its_type(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            message = "'response_format.json_schema' goes with the type 'json_schema', which needs it"
+            raise ApiError(message, param="response_format", code="invalid_value")
+        return self
+
+
 class TextsRequest(_Body):
     """Fields that both kinds of requests share."""
 
@@ -97,6 +117,7 @@ class TextsRequest(_Body):
     ) = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     ignore_eos: bool | None = None  # vLLM's, for load tests
+    response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Fields without an effect on the text.
@@ -121,8 +142,8 @@ class TextsRequest(_Body):
             if value is not None and not any(
                 value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL[name]
             ):
-                why = NOT_ENFORCED.get(name, "leave it out")
-                raise ApiError(f"'{name}' is not supported: {why}", param=name, code="unsupported_parameter")
+                message = f"'{name}' is not supported: leave it out"
+                raise ApiError(message, param=name, code="unsupported_parameter")
         return {name: value for name, value in document.items() if name not in neutral}
 
     @model_validator(mode="after")
@@ -161,6 +182,29 @@ class TextsRequest(_Body):
     def counts_usage_always(self) -> bool:
         """Whether every event of a stream gives the numbers of tokens that the stream has reached."""
         return self.counts_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema that answers must match, or None."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        return {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+
+    @property
+    def most_calls(self) -> int | None:
+        """Most tool calls of an answer, or None for any number."""
+        return 0
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Tools that an answer may call: the one that `tool_choice` names, or all that the target sees."""
+        return []
+
+    @property
+    def must_call(self) -> bool:
+        """Whether an answer must be a call."""
+        return False
 
     def first_seed(self) -> int:
         """Seed of the first answer; the others have the following ones. Without one it is drawn."""
@@ -224,9 +268,10 @@ class ChatRequest(TextsRequest):
 
     @model_validator(mode="after")
     def _choice_of_tools(self) -> Self:
-        if self.tool_choice not in (None, "none", "auto"):
-            message = "'tool_choice' can be 'none' or 'auto': no call can be enforced"
-            raise ApiError(message, param="tool_choice", code="unsupported_parameter")
+        known = self.must_call or self.tool_choice in (None, "none", "auto")
+        if not known or (self.must_call and not self.callable_tools):
+            message = "'tool_choice' can be 'none', 'auto', 'required' or a function of 'tools'"
+            raise ApiError(message, param="tool_choice", code="invalid_value")
         return self
 
     @property
@@ -236,10 +281,22 @@ class ChatRequest(TextsRequest):
 
     @property
     def most_calls(self) -> int | None:
-        """Most tool calls of an answer, or None for any number."""
         if not self.shows_tools:
             return 0
-        return 1 if self.parallel_tool_calls is False else None
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, dict) else None
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        tools = (self.conversation.tools if self.shows_tools else None) or []
+        if not isinstance(self.tool_choice, dict):
+            return tools
+        function = self.tool_choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        return [tool for tool in tools if tool["function"]["name"] == name]
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, dict)
 
     @property
     def conversation(self) -> Conversation:

@@ -1,21 +1,25 @@
 """Back end with an engine in this process."""
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NoReturn
+from functools import cached_property
+from typing import TYPE_CHECKING, NoReturn
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from specctl.decoding.constraint import Constraint, grammar_tokenizer
 from specctl.decoding.records import Label, Request
 from specctl.decoding.target import Target
 from specctl.distillation.messages import arguments_with, text_of
 from specctl.errors import CheckpointError, DataError
-from specctl.gateway import openai_requests
+from specctl.gateway import forms, openai_requests
 from specctl.gateway.engine_thread import Channel, EngineThread, Generation
 from specctl.gateway.metrics import Meter
 from specctl.gateway.openai_answers import AnswerFormat, PartialAnswer, Usage
@@ -24,6 +28,9 @@ from specctl.gateway.openai_requests import ChatRequest, CompletionRequest, Text
 from specctl.gateway.sse import DONE, EventResponse, event
 from specctl.gateway.token_text import TokenTexts
 from specctl.recipe.serve import ServeRecipe
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BUSY_S = 1  # seconds after which a client that was refused may try again
@@ -60,13 +67,15 @@ class OwnEngine:
         asked: TextsRequest = openai_requests.parse(ChatRequest if chat else CompletionRequest, body)
         self._check_model(asked)
         prompts = await self._prompts(asked)
+        constraint = await self._constraint(asked)
         self._check_room(len(prompts) * asked.answers)
         channel = Channel()
-        generations = self._generations(asked, prompts, channel)
+        generations = self._generations(asked, prompts, constraint, channel)
         usage = Usage(sum(map(len, prompts)))
         self.meter.prompt_tokens.inc(usage.prompt)
-        calls = asked.most_calls if isinstance(asked, ChatRequest) else 0
-        form = AnswerFormat(chat, self.name, self._token_texts, asked.alternatives is not None, most_calls=calls)
+        form = AnswerFormat(
+            chat, self.name, self._token_texts, asked.alternatives is not None, most_calls=asked.most_calls
+        )
         for generation in generations:
             self.thread.submit(generation)
         if asked.stream:
@@ -149,6 +158,24 @@ class OwnEngine:
             message = error.message.replace(self.target.name, self.name)  # clients need not know the path
             raise ApiError(message, param="messages" if isinstance(asked, ChatRequest) else "prompt") from None
 
+    async def _constraint(self, asked: TextsRequest) -> Constraint | None:
+        """The form that the answers must have, or None. Raises ApiError if it cannot be enforced."""
+        if (grammar := forms.grammar(asked)) is None:
+            return None
+        if asked.ignore_eos:
+            raise ApiError("'ignore_eos' cannot be combined with a form of the answer", param="ignore_eos")
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._tokenizing, lambda: Constraint(self._grammar_tokenizer, grammar))
+        except DataError as error:
+            param = "response_format" if asked.schema_of_answer is not None else "tools"
+            raise ApiError(error.message.replace(self.target.name, self.name), param=param) from None
+
+    @cached_property
+    def _grammar_tokenizer(self) -> LLTokenizer:
+        """The tokenizer for forms, which takes seconds to make."""
+        return grammar_tokenizer(self.target)
+
     def _rendered(self, asked: ChatRequest) -> list[int]:
         conversation = asked.conversation
         messages = conversation.messages
@@ -191,7 +218,9 @@ class OwnEngine:
         message = f"This model's maximum context length is {longest} tokens, answer included; the prompt has {size}"
         raise ApiError(message, param=param, code="context_length_exceeded")
 
-    def _generations(self, asked: TextsRequest, prompts: list[list[int]], channel: Channel) -> list[Generation]:
+    def _generations(
+        self, asked: TextsRequest, prompts: list[list[int]], constraint: Constraint | None, channel: Channel
+    ) -> list[Generation]:
         seed, made = asked.first_seed(), []
         for place, ids in enumerate(prompts):
             room = self.target.context_length - len(ids)
@@ -200,7 +229,11 @@ class OwnEngine:
                 label, index = Label(str(next(self._queries))), place * asked.answers + number
                 # With a seed, equal prompts get equal texts.
                 own_seed = (seed + (index if asked.seed is None else number)) % openai_requests.MOST_SEED
-                request = Request(ids, asked.sampling, limit, own_seed, label=label, ignores_eos=bool(asked.ignore_eos))
+                form = None if constraint is None else constraint.copy(len(ids))
+                ignores_eos = bool(asked.ignore_eos)
+                request = Request(
+                    ids, asked.sampling, limit, own_seed, label=label, ignores_eos=ignores_eos, constraint=form
+                )
                 made.append(Generation(request, channel, index, asked.stops, asked.alternatives))
         return made
 

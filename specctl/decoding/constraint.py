@@ -1,0 +1,115 @@
+"""Constraints on the form of a text, such as a JSON schema: which tokens the target may write next.
+
+The library llguidance parses grammars and texts. Here its answers are applied to the rows of a step: a token that would
+break the form gets the logit −inf before the draw. Drafts are made without the constraint, and a draft token that
+breaks it is rejected, so speculative decoding draws what plain decoding with the same constraint would draw.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specctl.errors import DataError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from specctl.decoding.records import Sequence
+    from specctl.decoding.target_text import TargetText
+
+
+def grammar_tokenizer(target: TargetText) -> LLTokenizer:
+    """The target's tokenizer for grammars. Making it takes seconds. DataError if it is not a fast tokenizer."""
+    import llguidance.hf
+
+    try:
+        ends = sorted(target.eos_ids)
+        return llguidance.hf.from_tokenizer(target.tokenizer, n_vocab=target.vocab_size, eos_token=ends)
+    except ValueError as error:
+        raise DataError(f"no form can be enforced with the tokenizer of {target.name}: {error}") from error
+
+
+class Constraint:
+    """Form of one text: the part of a sequence from position `start` on matches a grammar.
+
+    It follows its text, so every text needs its own: see `copy`.
+
+    Args:
+        grammar: in llguidance's variant of Lark's language.
+        start: length of the prompt.
+
+    Raises DataError if the grammar is wrong, or needs what llguidance does not support.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, grammar: str, start: int = 0):
+        from llguidance import LLMatcher
+
+        self._vocab_size, self._start, self._read = tokenizer.vocab_size, start, 0
+        self._matcher: LLMatcher = LLMatcher(tokenizer, grammar, log_level=0)
+        self._check()
+
+    def copy(self, start: int) -> Constraint:
+        """The same constraint for another text, with a prompt of `start` tokens. To be called before the first
+        `allowed`."""
+        made = object.__new__(Constraint)
+        vars(made).update(vars(self), _start=start, _matcher=self._matcher.deep_copy())
+        return made
+
+    def allowed(self, ids: list[int], parents: list[int], tokens: list[int]) -> Tensor:
+        """Tokens that may follow a text `ids` and each node of a draft: [1 + n, V] bool, the text's row first. Rows of
+        nodes that break the form are True throughout: no draw reaches them.
+
+        `parents` and `tokens` are the draft's, as in `DraftTree`. Raises DataError if the grammar gets too complex.
+        """
+        matcher, written = self._matcher, ids[self._start :]
+        if self._read > len(written):  # a text that is tried again may have lost tokens
+            matcher.rollback(self._read - len(written))
+        matcher.consume_tokens(written[self._read :])
+        self._read = len(written)
+        self._check()
+        children: dict[int, list[int]] = defaultdict(list)
+        for node, parent in enumerate(parents):
+            children[parent].append(node)
+        rows = np.full((1 + len(tokens), self._vocab_size), True)
+
+        def visit(node: int) -> None:
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            rows[node + 1] = np.unpackbits(bits, count=rows.shape[1], bitorder="little")
+            for child in children[node]:
+                if matcher.try_consume_tokens([tokens[child]]):
+                    visit(child)
+                    matcher.rollback(1)
+
+        visit(-1)
+        self._check()
+        return torch.from_numpy(rows)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise DataError(f"the form cannot be enforced: {self._matcher.get_error().splitlines()[0]}")
+
+
+def constrain(
+    logits: Tensor, texts: list[Sequence], parents: list[list[int]], tokens: Tensor
+) -> tuple[Tensor, dict[int, Exception]]:
+    """Logits [B, 1 + n, V] with −inf at the tokens that the texts' constraints forbid, and the errors by sequence.
+    `parents` and `tokens` [B, n] are the drafts'."""
+    asked = {b: text.request.constraint for b, text in enumerate(texts) if text.stop is None}
+    failed: dict[int, Exception] = {}
+    masked = logits
+    for b, constraint in asked.items():
+        if constraint is None:
+            continue
+        try:
+            allowed = constraint.allowed(texts[b].ids, parents[b], tokens[b].tolist())
+        except DataError as error:
+            failed[b] = error
+            continue
+        masked = logits.clone() if masked is logits else masked
+        masked[b].masked_fill_(~allowed.to(logits.device), -torch.inf)
+    return masked, failed
