@@ -4,47 +4,46 @@ A tool call has the form that `tool_calls` reads. JSON schemas are checked by ll
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from specctl.gateway.openai_requests import TextsRequest
-from specctl.gateway.tool_calls import CLOSING, OPENING
+from specctl.gateway.tool_calls import MARKS
 
 WHITESPACE = r"( |\n[ \t]{0,20})?"
 """Whitespace between two tokens of JSON: none, a space, or a line break with indentation. Without a limit, a small
 target may write spaces without end."""
 
 
-def grammar(asked: TextsRequest) -> str | None:
-    """The grammar of the answers, or None if they may have any form."""
+def grammar(asked: TextsRequest, is_special: Callable[[str], bool]) -> str:
+    """The grammar of the answers to a request that `has_form`.
+
+    `is_special`: whether a text is a special token, which a grammar names without quotes.
+    """
     schema, tools = asked.schema_of_answer, asked.callable_tools
-    if schema is None and not asked.must_call:
-        return None
-    calls = "call" if asked.most_calls == 1 else 'call ("\\n" call)*'
-    if asked.must_call:
-        return _rules(calls, _calls(tools))
-    answer = _json(schema)
-    return _rules(f"answer | {calls}", {"answer": answer} | _calls(tools)) if tools else _rules(answer, {})
+    rules = {} if schema is None or asked.must_call else {"answer": _json(schema)}
+    starts = [*rules]
+    if tools:
+        starts.append("call" if asked.most_calls == 1 else 'call ("\\n" call)*')
+        rules |= _calls(tools, *(mark if is_special(mark) else _literal(mark) for mark in MARKS))
+    return "\n".join(f"{name}: {rule}" for name, rule in ({"start": " | ".join(starts)} | rules).items())
 
 
-def _calls(tools: list[dict[str, Any]]) -> dict[str, str]:
+def _calls(tools: list[dict[str, Any]], opening: str, closing: str) -> dict[str, str]:
     """Rules of a call of one of the tools. Each schema is a rule of its own: its references begin at its root."""
     rules = {"call": " | ".join(f"call_{place}" for place in range(len(tools)))}
     for place, tool in enumerate(tools):
         function = tool["function"]
-        begin = f'{OPENING}\n{{"name": {_literal(function["name"])}, "arguments": '
-        end = f"}}\n{CLOSING}"
-        rules[f"call_{place}"] = f"{_literal(begin)} arguments_{place} {_literal(end)}"
+        begin = f'\n{{"name": {_literal(function["name"])}, "arguments": '
+        end = _literal("}\n")
+        rules[f"call_{place}"] = f"{opening} {_literal(begin)} arguments_{place} {end} {closing}"
         rules[f"arguments_{place}"] = _json(function.get("parameters") or {"type": "object"})
     return rules
 
 
-def _json(schema: dict[str, Any] | None) -> str:
-    return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': WHITESPACE}} | (schema or {}))}"
+def _json(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': WHITESPACE}} | schema)}"
 
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _rules(start: str, others: dict[str, str]) -> str:
-    return "\n".join(f"{name}: {rule}" for name, rule in ({"start": start} | others).items())

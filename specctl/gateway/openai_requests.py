@@ -206,6 +206,11 @@ class TextsRequest(_Body):
         """Whether an answer must be a call."""
         return False
 
+    @property
+    def has_form(self) -> bool:
+        """Whether answers must have a form: a JSON schema, or tool calls."""
+        return self.schema_of_answer is not None or self.must_call
+
     def first_seed(self) -> int:
         """Seed of the first answer; the others have the following ones. Without one it is drawn."""
         return secrets.randbits(62) if self.seed is None else self.seed % MOST_SEED

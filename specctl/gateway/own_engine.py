@@ -160,16 +160,23 @@ class OwnEngine:
 
     async def _constraint(self, asked: TextsRequest) -> Constraint | None:
         """The form that the answers must have, or None. Raises ApiError if it cannot be enforced."""
-        if (grammar := forms.grammar(asked)) is None:
+        if not asked.has_form:
             return None
         if asked.ignore_eos:
             raise ApiError("'ignore_eos' cannot be combined with a form of the answer", param="ignore_eos")
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._tokenizing, lambda: Constraint(self._grammar_tokenizer, grammar))
+            return await loop.run_in_executor(self._tokenizing, self._compiled, asked)
         except DataError as error:
             param = "response_format" if asked.schema_of_answer is not None else "tools"
             raise ApiError(error.message.replace(self.target.name, self.name), param=param) from None
+
+    def _compiled(self, asked: TextsRequest) -> Constraint:
+        return Constraint(self._grammar_tokenizer, forms.grammar(asked, self._is_special))
+
+    def _is_special(self, text: str) -> bool:
+        id = self.target.tokenizer.get_vocab().get(text)
+        return id is not None and self._grammar_tokenizer.is_special_token(id)
 
     @cached_property
     def _grammar_tokenizer(self) -> LLTokenizer:

@@ -1,9 +1,12 @@
 """Answers of a given form: JSON schemas, and tool calls that a request requires."""
 
+import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from specctl.decoding.constraint import Constraint, grammar_tokenizer
 from specctl.decoding.controllers import Fixed
 from specctl.drafters.text.lookup import Lookup
 from specctl.gateway import forms
@@ -163,14 +166,40 @@ def test_a_recursive_schema(ask):
     assert choice["message"]["content"].lstrip().startswith("{")
 
 
-def test_requests_without_a_form_have_no_grammar():
+def test_most_requests_ask_for_no_form():
     for fields in (
         {},
         {"tools": TOOLS},
         {"tools": TOOLS, "tool_choice": "none"},
         {"response_format": {"type": "text"}},
     ):
-        assert forms.grammar(ChatRequest.model_validate(chat(**fields))) is None
+        assert not ChatRequest.model_validate(chat(**fields)).has_form
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_marks_of_a_call_may_be_special_tokens(special):
+    asked = ChatRequest.model_validate(chat(tools=SHORT, tool_choice="required"))
+    (call,) = [line for line in forms.grammar(asked, lambda text: special).splitlines() if line.startswith("call_0")]
+    assert ("call_0: <tool_call> " in call and call.endswith(" </tool_call>")) == special
+    assert ('call_0: "<tool_call>" ' in call) != special
+
+
+def test_special_marks_are_written_as_special_tokens(target):
+    """With its bytes, the token broke the grammar of Qwen's calls."""
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    names = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
+    assert names == [len(target.tokenizer), len(target.tokenizer) + 1]
+    wide = SimpleNamespace(tokenizer=tokenizer, vocab_size=len(tokenizer), eos_ids=target.eos_ids, name="toy")
+    asked = ChatRequest.model_validate(chat(tools=SHORT, tool_choice="required", parallel_tool_calls=False))
+    made = grammar_tokenizer(wide)
+    constraint = Constraint(made, forms.grammar(asked, lambda text: made.is_special_token(names[text[1] == "/"])))
+    call = '<tool_call>\n{"name": "g", "arguments": {"ok": true, "words": []}}\n</tool_call>'
+    ids = tokenizer.encode(call)
+    assert ids[0] == names[0] and ids[-1] == names[1]
+    for place, token in enumerate(ids):
+        assert constraint.allowed(ids[:place], [], [])[0, token]
+    assert constraint.allowed(ids, [], [])[0].nonzero().flatten().tolist() == sorted(target.eos_ids)
 
 
 def test_an_answer_that_starts_again_keeps_its_form(make_gateway, target, monkeypatch):
