@@ -106,7 +106,10 @@ class PrefixCache:
             self._add(CachedText(ids, state.cache.first_rows(b, len(ids)).clone(), features))
 
     def _add(self, new: CachedText) -> None:
-        """Add a text in place of its prefixes, and drop the texts for which there is no room any more."""
+        """Add a text in place of its prefixes, and drop the texts for which there is no room any more. A text that is
+        too large for the whole cache is left out."""
+        if self.most_bytes is not None and new.nbytes > self.most_bytes:
+            return
         self.texts = [text for text in self.texts if text.ids != new.ids[: len(text.ids)]]
         self.texts.append(new)
         while self._too_full:

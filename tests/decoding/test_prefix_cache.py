@@ -44,6 +44,15 @@ def test_common_prefixes_are_read_once(target, nested):
     assert prefixes.read - read <= 2, "a generated text is cached except for its last token"
 
 
+def test_a_text_without_room_leaves_the_others(target, prompts):
+    """It used to drop all texts, and then itself."""
+    prefixes = PrefixCache()
+    for some in (prompts[:1], [prompts[1] * 3]):
+        texts(target, some, prefixes, **SHORT)
+        prefixes.most_bytes = 2 * prefixes.texts[0].nbytes
+    assert [text.ids[: len(prompts[0])] for text in prefixes.texts] == [prompts[0]]
+
+
 def test_reused_slots_do_not_damage_cached_prefixes(target, prompts):
     prefixes = PrefixCache(most_texts=8)
     first = texts(target, prompts, prefixes, slots=1, **SHORT)
