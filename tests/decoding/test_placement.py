@@ -19,6 +19,7 @@ from specctl.decoding.models.hf import ShardedCache
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.models.loading import own_gpus, pick_device, settle_memory
 from specctl.decoding.plan import plan_rows
+from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.errors import CheckpointError, UsageError
@@ -183,12 +184,14 @@ def test_no_step_mixes_the_devices_of_a_sharded_target():
     assert done.stdout == "checked", done.stderr[-2000:]
 
 
-def test_speculation_with_a_sharded_cache_keeps_the_text(tiny_directory, monkeypatch):
-    """The whole decoding loop, with a drafter that is wrong."""
+@pytest.mark.parametrize("prefix_cache", [None, PrefixCache(most_texts=2)])
+def test_speculation_with_a_sharded_cache_keeps_the_text(tiny_directory, monkeypatch, prefix_cache):
+    """The whole decoding loop, with a drafter that is wrong, and the prefixes that `specctl reason` keeps."""
     target = load_target(tiny_directory("llama"), device="cpu", dtype="fp32", path="transformers")
     prompts = [[(37 * i) % 500 + 10 for i in range(n)] for n in (20, 5)]
     options = dict(sampling=GREEDY, max_new_tokens=8, seeds=[0, 0], drafter=constant([1, 1, 1]))
     expected = [d.output_ids for d in decode(target, prompts, **options)]
+    options["prefix_cache"] = prefix_cache
     made = []
 
     def sharded(batch, capacity):

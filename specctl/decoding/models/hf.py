@@ -48,6 +48,15 @@ class ShardedCache(KVCache):
         device, index = self.places[layer]
         self.parts[device].write(index, pairs, replace(plan, positions=plan.positions.to(pairs.device)))
 
+    def first_rows(self, sequence: int, count: int) -> Tensor:
+        """A copy of the first rows of a sequence, on the first layer's device."""
+        rows = [self.parts[device].rows[index][sequence, :count] for device, index in self.places]
+        return torch.stack([layer.to(rows[0].device) for layer in rows])
+
+    def set_first_rows(self, sequence: int, rows: Tensor) -> None:
+        for (device, index), layer in zip(self.places, rows, strict=True):
+            self.parts[device].rows[index][sequence, : len(layer)] = layer.to(device)
+
     def compact(self, sequence: int, start: int, path: list[int]) -> None:
         for part in self.parts.values():
             part.compact(sequence, start, path)
