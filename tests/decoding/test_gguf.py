@@ -220,7 +220,9 @@ def test_ids_are_those_of_the_tokenizer_in_the_file(directories, tmp_path, name)
     assert len(tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("123")) == 1
 
 
-def test_sentencepiece_merges_by_score():
+@pytest.mark.parametrize("unknown", [0, 2**32 - 1])
+def test_sentencepiece_merges_by_score(unknown):
+    """Some files say -1 for a token that they do not have, which is a large unsigned number."""
     tokens = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁a", "▁ab"]
     scores = [0.0] * 258 + [-9.0, -8.0, -7.0, -1.0, -2.0, -3.0]
     metadata = {
@@ -229,6 +231,7 @@ def test_sentencepiece_merges_by_score():
         "tokenizer.ggml.scores": Numbers.of(np.array(scores)),
         "tokenizer.ggml.token_type": Numbers.of(np.array([2, 3] + [6] * 256 + [1] * 6)),
         "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": unknown,
     }
     built = Tokenizer.from_str(gguf_tokenizer.build("m", metadata, len(tokens)).document)
     assert built.encode("ab é").tokens == ["<s>", "▁ab", "▁", "<0xC3>", "<0xA9>"]
@@ -410,9 +413,10 @@ def test_a_tensor_in_another_place_is_refused(tmp_path):
     refused(tmp_path / "m.gguf", "has offset 32, expected 0")
 
 
-def test_a_scaling_factor_without_a_type_scales_linearly(directories, tmp_path):
-    """As in llama.cpp. The factor used to be ignored."""
-    write(directories("llama"), tmp_path / "m.gguf", **{"rope.scaling.factor": 4})
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_scaling_factor_without_a_type_scales_linearly(directories, tmp_path, key):
+    """As in llama.cpp, which also reads the older key. Both used to be ignored."""
+    write(directories("llama"), tmp_path / "m.gguf", **{key: 4})
     rope = load_config(str(tmp_path / "m.gguf")).rope_parameters
     assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
 

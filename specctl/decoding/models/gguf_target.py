@@ -26,7 +26,7 @@ from specctl.runs import atomic_write
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """GGUF's architecture names, which are also `transformers`' model types, and their model classes."""
-CACHE_VERSION = 2  # version of the cached directories; increase it when their contents change
+CACHE_VERSION = 3  # version of the cached directories; increase it when their contents change
 LARGEST = 2**31  # upper limit of the sizes in the metadata
 MOST_LAYERS = 1000
 FREQUENCIES = "rope_freqs.weight"
@@ -177,8 +177,9 @@ def shortest(value: Any) -> Any:
 def _rope(name: str, facts: _Metadata, frequencies: StoredTensor | None, dimension: int) -> dict[str, Any]:
     """The `rope_parameters` for config.json."""
     theta = facts.real("rope.freq_base", 10000.0)
-    scaled_by = f"{facts.architecture}.rope.scaling.factor" in facts.metadata
-    kind = facts.get("rope.scaling.type", "linear" if scaled_by else "none")  # as in llama.cpp
+    factors = ("rope.scaling.factor", "rope.scale_linear")  # the second in files of 2023
+    factor = next((key for key in factors if f"{facts.architecture}.{key}" in facts.metadata), None)
+    kind = facts.get("rope.scaling.type", "linear" if factor else "none")  # as in llama.cpp
     if frequencies is not None:
         found = _llama3(name, frequencies, theta, dimension)
         if found and kind != "none":
@@ -189,7 +190,7 @@ def _rope(name: str, facts: _Metadata, frequencies: StoredTensor | None, dimensi
         return {"rope_type": "default", "rope_theta": theta}
     if kind not in ("linear", "yarn") or facts.get("rope.scaling.attn_factor", 1.0) != 1.0:
         raise facts.unsupported(f"its RoPE is scaled by {kind!r:.60}, which is not supported")
-    scaled = {"rope_type": kind, "rope_theta": theta, "factor": facts.real("rope.scaling.factor")}
+    scaled = {"rope_type": kind, "rope_theta": theta, "factor": facts.real(factor or factors[0])}
     if kind == "yarn":
         scaled["original_max_position_embeddings"] = facts.size("rope.scaling.original_context_length")
         for key in ("beta_fast", "beta_slow"):

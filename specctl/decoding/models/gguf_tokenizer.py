@@ -125,7 +125,10 @@ def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
     }
     pre = metadata.get("tokenizer.ggml.pre", "default")
     try:
-        model = _byte_level(name, metadata, tokens, pre) if kind == "gpt2" else _sentencepiece(metadata, tokens, kinds)
+        if kind == "gpt2":
+            model = _byte_level(name, metadata, tokens, pre)
+        else:
+            model = _sentencepiece(metadata, tokens, kinds, special["unk_token_id"] or 0)
         _add_special(model, tokens, kinds)
         _add_ends(model, metadata, tokens, special, begins=kind == "llama" or pre in LIKE_LLAMA3)
         document = model.to_str()
@@ -197,7 +200,7 @@ def _byte_level(name: str, metadata: dict[str, Any], tokens: list[str], pre: Any
     return model
 
 
-def _sentencepiece(metadata: dict[str, Any], tokens: list[str], kinds: Sequence[int]) -> Any:
+def _sentencepiece(metadata: dict[str, Any], tokens: list[str], kinds: Sequence[int], unknown: int) -> Any:
     """SentencePiece's BPE: it merges the pair with the best score first; text without a token becomes bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -210,7 +213,6 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], kinds: Sequence[
         for cut in range(1, len(token))
         if token[:cut] in usual and token[cut:] in usual
     ]
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     model = Tokenizer(
         models.BPE(
             vocab=vocabulary,
