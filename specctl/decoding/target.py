@@ -108,12 +108,12 @@ class Target(TargetText):
             version=version,
         )
         self.whole, self.part = whole, part
-        self._pool: weakref.ref[PagePool] | None = None
         self._take(model, consume, stored)
         self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
 
     def _take(self, model, consume: bool, stored: Mapping[str, gguf_target.Weight] | None) -> None:
         """Run the steps on a `transformers` model from now on."""
+        self._pool: weakref.ref[PagePool] | None = None  # a new one, as pages with a name hold keys of one model
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         count = sum(parameter.numel() for parameter in model.parameters())  # tied weights appear once
         self.row_flops = 2 * (count - (0 if head is embedding else embedding.numel()))

@@ -18,10 +18,10 @@ from specctl.decoding.target import load_target
 from specctl.decoding.target_text import load_target_text
 from specctl.drafters.text.lookup import Lookup
 from specctl.errors import CheckpointError
-from specctl.kernels import native
+from specctl.kernels import PAGE, native
 from specctl.recipe import TargetRecipe
 from tests.conftest import SIZES, write_tiny
-from tests.toys.decoding import decode
+from tests.toys.decoding import decode, engine_for
 from tests.toys.gguf import write
 
 CPU = torch.device("cpu")
@@ -145,6 +145,20 @@ def test_a_switched_adapter_equals_a_loaded_one(tiny_directory, tmp_path, archit
             assert torch.equal(mine, theirs)
         assert torch.equal(target.head_weight, loaded.head_weight) and target.row_flops == loaded.row_flops
     assert alive == [False] * 3  # the active adapter is not read again
+
+
+def test_texts_share_no_pages_across_a_switch(base, lora, monkeypatch):
+    """An engine that was still alive lent the next one its keys, which other weights had computed."""
+    monkeypatch.setenv("SPECCTL_KV", "paged")
+    target = load_target(base, device="cpu", dtype="fp32")
+    prompt = [7 * i % 500 for i in range(PAGE + 2)]
+    found, engines = [], []  # all engines stay alive
+    for adapter in (None, lora):
+        target.use_adapter(adapter)
+        engines.append(engine_for(target))
+        engines[-1].on_prefill = lambda state, slots, logits: found.append(logits)
+        decode(target, [prompt], engine=engines[-1], sampling=GREEDY, max_new_tokens=2, seeds=[0])
+    assert torch.allclose(found[1], target.prefill([prompt], target.new_cache(1, len(prompt)))[0], atol=1e-5)
 
 
 def test_a_failed_switch_restores_the_previous_adapter(base, lora, tmp_path):
