@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specctl import kernels
 from specctl.decoding.records import RoundResult, Sequence
 from specctl.decoding.sampling import Draws, Sampling
 from specctl.decoding.state import DecodeState
@@ -33,12 +34,10 @@ def of_rows(logits: Tensor, tokens: list[int], count: int) -> list[TokenLogprob]
 
 def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits [n, V] of the distributions that tokens are drawn from: divided by the temperature, with −inf at the
-    tokens that top-k and top-p exclude. A repetition penalty is not applied."""
-    if not (sampling.top_k or sampling.top_p < 1 or sampling.temperature == 0):
+    tokens that cannot be drawn. A repetition penalty is not applied."""
+    if sampling.temperature >= kernels.GREEDY_BELOW and not sampling.top_k and sampling.top_p == 1:
         return logits.float() / sampling.temperature
-    rows = Draws([sampling], [0], logits.device).rows(logits.unsqueeze(0))
-    scores = rows.logits * rows.inv_temp.unsqueeze(1)
-    return scores.masked_fill(scores < rows.cut.unsqueeze(1), -torch.inf)
+    return kernels.probabilities(Draws([sampling], [0], logits.device).rows(logits.unsqueeze(0))).log()
 
 
 class LogprobRecorder:
