@@ -80,12 +80,14 @@ LayerType = Literal["sliding_attention", "full_attention"]
 """Attention of a layer, under the names of `layer_types` in published configurations."""
 ONE_LAYER = {"adamw": 1e-4, "muon": 2.5e-4}
 LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SIZES = ("intermediate_size", "num_heads", "num_kv_heads")
 
 FAMILIES: dict[str, Family] = {
     "eagle": Family(
         "specctl.drafters.eagle.drafter:FAMILY",
         rates=ONE_LAYER,
         lora_modules=LAYER,  # without the fusion layer: a table replaces half of it when drafting
+        options=(*SIZES, "vocab_size"),
         learning=OnlineDefaults(adam=3e-5, epochs=5, clip=0.5),
     ),
     "eagle3": Family(
@@ -93,7 +95,7 @@ FAMILIES: dict[str, Family] = {
         rates=ONE_LAYER,
         unrolls_steps=True,
         lora_modules=("fc", *LAYER, "lm_head"),
-        options=(*NORMS, "norm_output", "num_layers"),
+        options=(*SIZES, "vocab_size", "taps", *NORMS, "norm_output", "num_layers"),
         learning=OnlineDefaults(adam=6e-5, epochs=1, clip=0.5, optimizer="muon"),
     ),
     "peagle": Family(
@@ -101,7 +103,7 @@ FAMILIES: dict[str, Family] = {
         rates=ONE_LAYER,
         supports_stride=False,  # the family decides itself how many positions continue to each depth
         lora_modules=("fc", *LAYER, "lm_head"),
-        options=(*NORMS, "num_layers"),
+        options=(*SIZES, "vocab_size", "taps", *NORMS, "num_layers"),
         learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5),
     ),
     "dflash": Family(
@@ -109,6 +111,7 @@ FAMILIES: dict[str, Family] = {
         rates=ONE_LAYER,
         lora_modules=("fc", *LAYER),
         options=(
+            *(*SIZES, "vocab_size", "taps"),
             *("block_size", "markov_rank", "confidence", "conv_kernel_size", "selector_rank"),
             *("num_layers", "sliding_window", "layer_types", "is_causal"),
         ),
@@ -133,14 +136,14 @@ FAMILIES: dict[str, Family] = {
         rates={"adamw": 5e-4, "muon": 5e-4},
         supports_stride=False,
         lora_modules=(*LAYER, "linear"),
-        options=("draft_heads", "num_layers"),
+        options=(*SIZES, "vocab_size", "draft_heads", "num_layers"),
         learning=OnlineDefaults(adam=1.5e-4, epochs=1, clip=0.0, dropout=0.1, chunk=80),
     ),
     "medusa": Family(
         "specctl.drafters.medusa.drafter:FAMILY",
         rates={"adamw": 1e-3, "muon": 1e-3},
         supports_stride=False,
-        options=("draft_heads",),
+        options=("vocab_size", "draft_heads"),
         learning=OnlineDefaults(adam=1.5e-4, epochs=1, clip=0.0, chunk=80),
     ),
     "lm": Family(
@@ -152,7 +155,7 @@ FAMILIES: dict[str, Family] = {
         objective="ce",
         is_lm=True,
         lora_modules=LAYER,
-        options=("preset", "base", "hidden_size", "num_layers", "confidence"),
+        options=(*SIZES, "vocab_size", "preset", "base", "hidden_size", "num_layers", "confidence"),
         learning=OnlineDefaults(adam=2e-5, epochs=1, clip=1.0),
     ),
     "retrieval": Family("specctl.drafters.retrieval.drafter:FAMILY", trainable=None),

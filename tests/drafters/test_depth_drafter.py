@@ -9,7 +9,7 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import topology
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import pool
-from specctl.errors import CheckpointError, RecipeError
+from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from specctl.training.features import FeatureStore, slot_batch
 from tests.drafters.documents import documents
@@ -264,9 +264,3 @@ def test_a_checkpoint_restores_the_head_and_wrong_tensors_are_refused(target, fa
     with pytest.raises(CheckpointError, match="draft_heads"):
         shape = {key: value for key, value in config["architecture"].items() if key != "draft_heads"}
         kind.restore({**config, "architecture": shape}, tensors)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_unsupported_taps_are_refused(target, name):
-    with pytest.raises(RecipeError, match="last hidden state"):
-        built(target, name, taps=[1, 2])

@@ -8,7 +8,7 @@ from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.tree import TreeShape
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DrafterRecipe, TrainRecipe
 from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
@@ -163,12 +163,24 @@ def test_other_families_refuse_eagle31_options(arch, key):
         *(("dflash", key, False) for key in ("fc_norm", "norm_output")),
         *(("eagle3", "hidden_size", 64), ("hydra", "preset", "small"), ("peagle", "base", "builtin")),
         *(("eagle", "num_layers", 2), ("dflash", "draft_heads", 2), ("medusa", "num_layers", 2)),
+        *(("medusa", "num_heads", 2), ("medusa", "intermediate_size", 64), ("retrieval", "num_kv_heads", 2)),
+        *((arch, "taps", [1]) for arch in ("eagle", "hydra", "medusa", "lm", "mtp", "retrieval")),
+        *(("mtp", "num_heads", 2), ("mtp", "vocab_size", 64), ("retrieval", "vocab_size", 64)),
     ],
 )
 def test_an_option_of_another_family_is_refused(arch, key, value):
     """Setting such an option to False or 0 is refused too."""
     with pytest.raises(ValueError, match=rf"drafter\.{key}: an option of [\w, ]* drafters, not of {arch}"):
         TrainRecipe(arch=arch, drafter=DrafterRecipe(**{key: value}))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(5, 5), (2, 4), (8, 3), (256, 4), (512, 4)])
+def test_numbers_of_heads_that_do_not_fit_are_refused(target, heads, kv_heads):
+    """The training would stop at its first step, with an error of torch."""
+    with pytest.raises(UsageError, match=f"drafter.num_heads={heads} with drafter.num_kv_heads={kv_heads} gives"):
+        eagle3.architecture(DrafterRecipe(num_heads=heads, num_kv_heads=kv_heads), target)
+    found = eagle3.architecture(DrafterRecipe(num_heads=16, num_kv_heads=1), target)
+    assert (found.num_heads, found.num_kv_heads, found.head_dim) == (16, 1, target.hidden_size // 16)
 
 
 @pytest.mark.parametrize("count", [0, 65, 1.5])

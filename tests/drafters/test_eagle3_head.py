@@ -65,6 +65,23 @@ def test_checkpointing_saves_less_than_half_for_backward(head, inputs):
     assert on < 0.5 * off
 
 
+def test_the_order_of_the_draft_vocabulary_does_not_change_the_loss(target, head, inputs, monkeypatch):
+    """An imported head may have its draft tokens in another order. The labels of `ce` were looked up as if the ids
+    were sorted: the head learned other tokens, or training stopped with an index error."""
+    order = torch.randperm(512)
+    tensors = {**head.state_dict(), "d2t": order - torch.arange(512)}
+    tensors["lm_head.weight"] = head.lm_head.weight[order]
+    shuffled = Eagle3Head(head.config, torch.arange(512))
+    shuffled.load_state_dict(tensors)
+    shuffled.steps, shuffled.decay = STEPS, 0.8
+    for objective in ("ce", "soft_ce"):
+        totals = []
+        for one in (head, shuffled):
+            monkeypatch.setattr(one, "objective", objective)
+            totals.append(one(*inputs[:2], target.head_weight[one.draft_ids])[0])
+        torch.testing.assert_close(*totals)
+
+
 def test_a_draft_vocabulary_that_does_not_fit_is_refused_at_load(target, head):
     """Otherwise the first draft would fail, with an error that does not name the file."""
     identity, tensors = target.identity, head.state_dict()

@@ -106,7 +106,6 @@ def test_the_recipe_overrides_the_preset(target):
         ({"hidden_size": 100}, "do not fit"),
         ({"num_heads": 4, "num_kv_heads": 3, "hidden_size": 128}, "do not fit"),
         ({"vocab_size": 100}, "target's vocabulary"),
-        ({"taps": [1]}, "no taps"),
     ],
 )
 def test_bad_sizes_are_refused(target, wrong, says):

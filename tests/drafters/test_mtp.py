@@ -15,7 +15,7 @@ from specctl.drafters.mtp import drafter as mtp
 from specctl.drafters.mtp import layouts
 from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.drafters.tree import TreeShape
-from specctl.errors import CheckpointError, RecipeError
+from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe, TargetRecipe, TrainRecipe
 from tests.drafters.documents import documents
 from tests.drafters.test_eagle3 import STEPS, forced, scored, training_logits
@@ -299,12 +299,6 @@ def test_unsupported_mtp_layers_are_refused_by_name(what, tiny_directory, tmp_pa
     with pytest.raises(CheckpointError) as caught:
         built(target, broken)
     assert what in caught.value.message and str(broken) in caught.value.message
-
-
-def test_sizes_in_the_recipe_are_refused(tiny_directory, tmp_path):
-    place = toys.write(tmp_path / "whole", "qwen", tiny_directory("llama"))
-    with pytest.raises(RecipeError, match="determines its sizes"):
-        built(load_target(place, device="cpu", dtype="fp32"), place, num_heads=2)
 
 
 def test_scaled_rope_is_refused(tiny_directory, tmp_path):

@@ -19,7 +19,6 @@ from specctl.drafters.family import HeadFamily
 from specctl.drafters.feature.head import head_config
 from specctl.drafters.feature.layer import HeadWeights
 from specctl.drafters.tree import ProposedTree, TreeShape, WorthLevel
-from specctl.errors import RecipeError
 from specctl.recipe import DrafterRecipe
 
 DRAFT_HEADS = 4  # same number as Hydra's released heads; Medusa's have up to 5
@@ -165,13 +164,8 @@ class DepthFamily(HeadFamily):
     def architecture(self, recipe: DrafterRecipe, target: Target) -> HeadsConfig:
         """Shape of new heads as the recipe sets it.
 
-        The draft vocabulary defaults to the target's, as the published files support no other. Raises RecipeError if
-        the recipe asks for other features.
+        The draft vocabulary defaults to the target's, as the published files support no other.
         """
-        if recipe.taps is not None:
-            raise RecipeError(
-                "hydra and medusa heads read the target's last hidden state", hint="leave drafter.taps out"
-            )
         layer = vars(head_config(recipe, target)) | {
             "draft_vocab_size": min(recipe.vocab_size or target.vocab_size, target.vocab_size),
             "taps": (target.num_layers,),

@@ -48,12 +48,10 @@ class EagleFamily(HeadFamily):
     def architecture(self, recipe: DrafterRecipe, target: Target) -> HeadConfig:
         """Shape of a new head as the recipe sets it.
 
-        Raises RecipeError if the recipe asks for other features or a draft vocabulary, as the family supports neither.
+        Raises RecipeError if the recipe asks for a draft vocabulary, which the family does not support.
         """
-        if recipe.taps is not None or recipe.vocab_size not in (None, target.vocab_size):
-            raise RecipeError(
-                "an eagle drafter reads the target's last hidden state and uses the target's vocabulary", "use eagle3"
-            )
+        if recipe.vocab_size not in (None, target.vocab_size):
+            raise RecipeError("an eagle drafter uses the target's vocabulary", "use eagle3, or leave out vocab_size")
         return replace(head_config(recipe, target), taps=(target.num_layers,))
 
 

@@ -79,11 +79,10 @@ class HeadConfig(DraftConfig):
     rope_theta: Annotated[float, Field(strict=True, gt=0, le=1e12)]
     max_position_embeddings: Length
 
-    def check(self, target: Target) -> None:
-        super().check(target)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_heads % self.num_kv_heads:
-            shared = f"is {self.num_kv_heads}, which does not divide the {self.num_heads} heads"
-            raise config_error(CONFIG, "architecture.num_kv_heads", shared)
+            raise ValueError(f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}")
 
 
 def taps_of(recipe: DrafterRecipe, target: Target, default: tuple[int, ...]) -> tuple[int, ...]:
@@ -104,19 +103,26 @@ def taps_of(recipe: DrafterRecipe, target: Target, default: tuple[int, ...]) -> 
 def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
     """Shape of a layer like the target's own, with the sizes set by the recipe.
 
-    Each family sets taps and draft vocabulary itself.
+    Each family sets taps and draft vocabulary itself. Raises UsageError if the numbers of heads do not fit each other
+    or the target's hidden size.
     """
     text = target.config
     usual = max(1, target.hidden_size // 128)  # a target without attention names no heads
     heads = recipe.num_heads or getattr(text, "num_attention_heads", None) or usual
-    dim = None if recipe.num_heads else getattr(text, "head_dim", None)
+    kv_heads = recipe.num_kv_heads or getattr(text, "num_key_value_heads", None) or heads
+    dim = (None if recipe.num_heads else getattr(text, "head_dim", None)) or target.hidden_size // heads
+    if heads % kv_heads or dim < 2 or dim % 2:
+        raise UsageError(
+            f"drafter.num_heads={heads} with drafter.num_kv_heads={kv_heads} gives heads of size {dim}",
+            f"num_kv_heads must divide num_heads, and heads have an even share of the {target.hidden_size} channels",
+        )
     rope = getattr(text, "rope_parameters", None) or {}
     return HeadConfig(
         hidden_size=target.hidden_size,
         intermediate_size=recipe.intermediate_size or getattr(text, "intermediate_size", 4 * target.hidden_size),
         num_heads=heads,
-        num_kv_heads=recipe.num_kv_heads or getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=dim or target.hidden_size // heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
         taps=(),
@@ -328,7 +334,7 @@ class DraftHead(nn.Module):
         """Create the head.
 
         Args:
-            draft_ids: [Vd] sorted target ids of the draft vocabulary. By default it holds the first ids, until a state
+            draft_ids: [Vd] target ids of the draft vocabulary. By default it holds the first ids, until a state
                 dict is loaded.
             stored: the draft vocabulary is part of the checkpoint.
         """
@@ -418,7 +424,9 @@ class DraftHead(nn.Module):
         the target's vocabulary head.
         """
         if self.objective == "ce":
-            return Teacher(torch.searchsorted(self.draft_ids, batch.labels))
+            ids = self.draft_ids  # an imported head may have them in any order
+            place = torch.zeros_like(self.t2d, dtype=torch.long).index_put((ids,), torch.arange(len(ids)).to(ids))
+            return Teacher(place[batch.labels])
         teacher = self.distributions(batch, target_head)
         by_sample = self.sampled_softmax and torch.is_grad_enabled() and self.objective in CROSS_ENTROPIES
         return teacher.sampled(self.sampled_softmax) if by_sample else teacher

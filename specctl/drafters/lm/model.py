@@ -143,8 +143,8 @@ def architecture(recipe: DrafterRecipe, target: Target) -> LlamaConfig:
     preset = recipe.preset or ("68m" if target.hidden_size >= 1024 else "small")
     if preset not in PRESETS:
         raise RecipeError(f"unknown preset {preset!r} of drafter family lm", hint=f"use one of {', '.join(PRESETS)}")
-    if recipe.taps or recipe.vocab_size not in (None, target.vocab_size):
-        raise RecipeError("an lm drafter has the target's vocabulary and no taps", hint="leave out vocab_size and taps")
+    if recipe.vocab_size not in (None, target.vocab_size):
+        raise RecipeError("an lm drafter has the target's vocabulary", hint="leave out vocab_size")
     layers, hidden, heads, intermediate = PRESETS[preset]
     hidden, heads = recipe.hidden_size or hidden, recipe.num_heads or heads
     kv_heads = recipe.num_kv_heads or heads

@@ -17,7 +17,7 @@ from specctl.drafters.mtp import layouts
 from specctl.drafters.mtp.head import MtpConfig, MtpHead
 from specctl.drafters.mtp.layouts import LAYOUTS, NativeLayer
 from specctl.drafters.tree import TreeShape
-from specctl.errors import CheckpointError, RecipeError
+from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe, TrainRecipe
 
 UNSEEN = -1  # replaces a token id to give it a zero embedding
@@ -66,14 +66,8 @@ class MtpFamily(HeadFamily):
     def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> MtpHead:
         """Load the MTP layer from the files of the target that `recipe` names.
 
-        Raises RecipeError if the recipe asks for other sizes than the layer's, and CheckpointError if the target has no
-        MTP layer.
+        Raises CheckpointError if the target has no MTP layer.
         """
-        if recipe.drafter != DrafterRecipe(normed_features=recipe.drafter.normed_features):
-            raise RecipeError(
-                "an mtp drafter is the target's MTP layer, which determines its sizes",
-                "leave out the sizes, or use eagle3",
-            )
         layer = layouts.find(recipe.target.name, recipe.target.revision)
         layouts.check_computable(layer, target.config)
         shape = architecture(layer, recipe.drafter, target)
@@ -105,7 +99,7 @@ def architecture(layer: NativeLayer, recipe: DrafterRecipe, target: Target) -> M
     )
     with torch.device("meta"):
         called = {name: tuple(tensor.shape) for name, tensor in MtpHead(shape).named_parameters()}
-    for name in called.keys() | layer.shapes.keys():
+    for name in sorted(called.keys() | layer.shapes.keys()):
         if called.get(name) != layer.shapes.get(name):
             sizes = (
                 f"{layer.shapes.get(name, 'missing')}, but config.json of the target requires "
