@@ -20,6 +20,9 @@ from specctl.lab.reasoning.answers import correct, equal_answers, extract, norma
         (r"\boxed{never closed", None),
         ("Therefore the answer is (B).", "(B)"),
         ("The answer is 42.", "42"),
+        ("**Answer:** 42", "42"),
+        ("The answer is: **option (b)**", "B"),
+        ("The answer is a number between 3 and 5", None),
         ("He has 12 apples and 3 pears", None),
         ("####", None),
         ("#### \n", None),
@@ -45,6 +48,14 @@ def test_the_last_marked_answer_is_extracted(text, answer):
         ("C.", "(C)"),
         ("-3", "-3.0"),
         ("x + 1", "X  +  1"),
+        (r"1\frac{1}{2}", "1.5"),
+        ("-1 1/2", "-1.5"),
+        (r"\frac34", "0.75"),
+        ("(b)", "B"),
+        (r"\text{(C)}", "C"),
+        (r"\text{Evelyn}", "Evelyn"),
+        (r"\textbf{7}", "7"),
+        (r"90^\circ", "90"),
     ],
 )
 def test_equal_values_in_other_notations_are_equal_answers(one, other):
@@ -52,7 +63,11 @@ def test_equal_values_in_other_notations_are_equal_answers(one, other):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [("12", "13"), ("A", "B"), ("3", "-3"), ("1/0", "0"), (None, None), ("5", None)]
+    ("one", "other"),
+    [
+        *(("12", "13"), ("A", "B"), ("3", "-3"), ("1/0", "0"), (None, None), ("5", None)),
+        *((r"\text{Evelyn}", r"\text{Bob}"), (r"3\pi", "3"), ("x^2", "2"), ("1 1/0", "1"), (r"1\frac{1}{2}", "11/2")),
+    ],
 )
 def test_different_or_missing_values_are_different_answers(one, other):
     assert not equal_answers(one, other)

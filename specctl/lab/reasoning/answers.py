@@ -18,11 +18,13 @@ CPU_S, MEMORY_BYTES, FILE_BYTES = 5, 512 << 20, 1 << 20  # limits of a tested pr
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
 _BEYOND = re.compile(r"e[-+]?[\d_]{5,}", re.IGNORECASE)
-_UNITS = re.compile(r"(?:\\text\{[^{}]*\}|[$€£%°]|\\\$|\\%|\\[,;! ])")
-_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
-_CHOICE = re.compile(r"\(?([A-J])\)?[.:]?")
+_WORDS = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}")
+_UNITS = re.compile(r"[$€£%°]|\^\\circ|\^\{\\circ\}|\\\$|\\%|\\[,;! ]")
+_FRACTION = re.compile(r"\\[dt]?frac(?:\{([^{}]+)\}|(\d))(?:\{([^{}]+)\}|(\d))")
+_MIXED = re.compile(r"([-+]?)(\d+) +(\d+/\d+)")  # one and a half: 1 1/2
+_CHOICE = re.compile(r"\(?([A-J])\)?[.:]?|\(([a-j])\)[.:]?")
 _ANSWER_PHRASE = re.compile(
-    r"answer(?:\s+is|\s*:)\s*(?:option\s+)?\**(\([A-Ja-j]\)|[A-J]\b|[-+$]?\$?[\d.,/]*\d%?)", re.IGNORECASE
+    r"(?i:answer(?:\s+is\s*:?|\s*:)[\s*]*(?:option[\s*]+)?)(\([A-Ja-j]\)|[A-J]\b|[-+$]?\$?[\d.,/]*\d%?)"
 )
 _PROGRAM = re.compile(r"```(?:python)?\s*\n(.*?)```", re.DOTALL)
 
@@ -66,15 +68,26 @@ def normalise(answer: str) -> str | Fraction:
     Numbers become their value ("1,200", "$1200.00" and "1200" are equal), choices their letter, and other text is
     case-folded.
     """
-    plain = _UNITS.sub("", _FRACTION.sub(r"\1/\2", answer)).strip().strip("*.").strip()
-    choice = _CHOICE.fullmatch(plain)
-    if choice:
-        return choice[1]
+    plain = _plain(_WORDS.sub("", answer)) or _plain(_WORDS.sub(r"\1", answer))  # units, or an answer in words
+    if choice := _CHOICE.fullmatch(plain):
+        return (choice[1] or choice[2]).upper()
+    if mixed := _MIXED.fullmatch(plain):
+        whole, part = number(mixed[2]), number(mixed[3])
+        if whole is not None and part is not None:
+            return -(whole + part) if mixed[1] == "-" else whole + part
     value = number(plain.replace(" ", ""))
     numbers = _NUMBER.findall(plain) if value is None else []
-    if len(numbers) == 1 and not re.search(r"[A-Za-z]{2,}.*\d", plain):  # "18 dollars a day", not "x2 apples"
+    # "18 dollars a day", not "x2 apples", "3\\pi" or "x^2"
+    if len(numbers) == 1 and not re.search(r"[A-Za-z]{2,}.*\d|[\\^_]", plain):
         value = number(numbers[0])
     return re.sub(r"\s+", " ", plain).casefold() if value is None else value
+
+
+def _plain(answer: str) -> str:
+    """An answer without units and emphasis, and with fractions as `1/2`."""
+    apart = re.sub(r"(?<=\d)(?=\\[dt]?frac)", " ", answer)  # 1\frac{1}{2} is one and a half, not 11/2
+    fractions = _FRACTION.sub(lambda part: f"{part[1] or part[2]}/{part[3] or part[4]}", apart)
+    return _UNITS.sub("", fractions).strip().strip("*.").strip()
 
 
 def number(text: str) -> Fraction | None:
