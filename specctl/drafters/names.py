@@ -35,7 +35,7 @@ def parts_of(path_or_name: str) -> list[str]:
 
 
 def _is_there(path_or_name: str) -> bool:
-    return path_or_name in WEIGHTLESS_DRAFTERS or os.path.lexists(Path(path_or_name).expanduser())
+    return path_or_name in WEIGHTLESS_DRAFTERS or os.path.lexists(os.path.expanduser(path_or_name))
 
 
 def name_of(path_or_name: str) -> str:

@@ -116,7 +116,7 @@ def learnable_parts(paths: Iterable[str]) -> dict[Path, list[str]]:
     found: dict[Path, list[str]] = {}
     given = list(paths)
     for path in given:
-        head = Path(parts_of(path)[0]).expanduser()
+        head = Path(os.path.expanduser(parts_of(path)[0]))
         if checkpoint.is_drafter(head) and checkpoint.family(head) in online_families():
             same = next((one for one in found if one.resolve() == head.resolve()), head)
             found.setdefault(same, []).append(path)
@@ -145,7 +145,7 @@ def _trained(name: str, head: Drafter) -> CandidateDrafter:
 
 def read_drafter(directory: str | Path, target: Target) -> checkpoint.Checkpoint:
     """Read a drafter directory and check it against `target`. Raises CheckpointError as `load_drafter` does."""
-    path = Path(directory).expanduser()
+    path = Path(directory)
     if not os.path.lexists(path) and path.name == str(directory):
         raise CheckpointError(
             f"no drafter {str(directory)!r}",

@@ -61,6 +61,14 @@ def test_drafters_load_from_a_directory(target, tmp_path):
     assert isinstance(drafter, lm.LMDrafter) and drafter.shape.depth == 3
 
 
+def test_a_hybrid_of_a_head_in_the_home_directory_loads(target, tmp_path, monkeypatch):
+    """A shell leaves the `~` of `--drafter=~/sql+lookup` alone. The head was found, but its card was not."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "sql", target)
+    assert load_drafter("~/sql+lookup", target, DRAFTING).taps == ()
+    assert domains_of("~/sql+lookup") == []
+
+
 def test_sampled_proposals_of_a_head_are_warned_about(target, tmp_path, capsys):
     """Heads used to ignore the option silently."""
     sampled = DraftingRecipe(proposal="sampled")
