@@ -152,10 +152,10 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], block: Block, fa
         tensors["mask_embedding"] = mask.to(tensors["fc.weight"].dtype)
     for name in (MARKOV[0], *SELECTOR):
         if name in tensors:
-            tensors[name] = _rows(tensors[name], facts.vocab_size)
+            tensors[name] = llama.fitted_rows(tensors[name], facts.vocab_size)
     if ids is None:
         if rank:
-            tensors[MARKOV[1]] = _rows(tensors[MARKOV[1]], facts.vocab_size)
+            tensors[MARKOV[1]] = llama.fitted_rows(tensors[MARKOV[1]], facts.vocab_size)
     else:
         kept = ids < facts.vocab_size  # further rows are padding, which is never drafted
         for name in (LM_HEAD, MARKOV[1]):
@@ -293,8 +293,3 @@ def _vocabulary(
             "d2t", "a mapping of all tokens", "must be missing if the head drafts the target's whole vocabulary"
         )
     return without, ids, notes
-
-
-def _rows(tensor: Tensor, rows: int) -> Tensor:
-    """The first `rows` of a matrix, padded with zeros. The added rows belong to no token."""
-    return torch.cat((tensor[:rows], tensor.new_zeros(max(rows - len(tensor), 0), tensor.shape[1])))

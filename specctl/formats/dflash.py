@@ -227,7 +227,7 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     # vLLM reads `causal` inside dflash_config only.
     outer, declared = config.get("causal"), declared | {"causal": nested.get("causal")}
     head = read_parts(found, declared, block, facts)
-    if outer is not None and {*block_attention.causal_layers(head.architecture)} != {outer}:
+    if outer is not None and any(causal != outer for causal in block_attention.causal_layers(head.architecture)):
         raise found.invalid("causal", outer, "must be in dflash_config, where vLLM reads it, or be named is_causal")
     return replace(head, notes=(*head.notes, *block_attention.sglang_notes(declared, head.architecture)))
 

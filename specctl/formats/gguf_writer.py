@@ -11,8 +11,8 @@ from specctl.decoding.models.gguf_file import ARCHITECTURE, Numbers
 
 
 def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file. Tensors are of bf16, fp32 or int64; integers of the metadata become uint32, or
-    uint64 if they are larger. Empty arrays, which the format cannot express, are left out."""
+    """Write a file. Tensors are of bf16, fp32 or int64. Integers of the metadata become uint32, or uint64 if they are
+    larger. Empty arrays, which the format cannot express, are left out."""
     from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
     writer = GGUFWriter(path, metadata[ARCHITECTURE])

@@ -235,6 +235,20 @@ def take_exactly(found: HeadDirectory, shapes: Mapping[str, tuple[int, ...]]) ->
     return {name: found.tensors[name] for name in shapes}
 
 
+def fitted_rows(matrix: Tensor, rows: int) -> Tensor:
+    """The first `rows` of a matrix, padded with zeros. The added rows belong to no token."""
+    return torch.cat((matrix[:rows], matrix.new_zeros(max(rows - len(matrix), 0), matrix.shape[1])))
+
+
+def same_matrix(shipped: Tensor, original: Tensor) -> bool:
+    """Whether two matrices differ by no more than rounding to bf16, in the rows that both have."""
+    if shipped.dim() != 2 or shipped.shape[1:] != original.shape[1:]:
+        return False
+    common = min(len(shipped), len(original))
+    theirs, ours = shipped[:common].float(), original[:common].float().to(shipped.device)
+    return bool((theirs - ours).abs().max() <= 2**-7 * ours.abs().max())
+
+
 def without_copies(found: HeadDirectory, facts: TargetFacts, copies: Mapping[str, Tensor | None]) -> HeadDirectory:
     """`found` without shipped copies of the target's matrices. Our heads read the target's matrices themselves.
 
@@ -244,12 +258,7 @@ def without_copies(found: HeadDirectory, facts: TargetFacts, copies: Mapping[str
         shipped = found.tensors.get(name)
         if shipped is None or original is None:
             continue
-        same = shipped.dim() == 2 and shipped.shape[1:] == original.shape[1:]
-        if same:
-            common = min(len(shipped), len(original))
-            theirs, ours = shipped[:common].float(), original[:common].float().to(shipped.device)
-            same = bool((theirs - ours).abs().max() <= 2**-7 * ours.abs().max())
-        if not same:
+        if not same_matrix(shipped, original):
             raise found.invalid(
                 name, "not the target's",
                 f"specctl's head uses the tensor of {facts.name}, but this head was trained with another",

@@ -148,7 +148,7 @@ def _dflash(head: Head, facts: TargetFacts, tokens: int) -> Files:
 def _translated(
     kind: str, config: Mapping[str, Any], own: Mapping[str, Any], tensors: Mapping[str, Tensor], facts: TargetFacts
 ) -> Files:
-    """Metadata and tensors of a file, from those of a published directory and the architecture's `own` metadata."""
+    """The contents of a file: config and tensors of a published directory, and the architecture's `own` metadata."""
     keys = {theirs: config[ours] for ours, theirs in (SIZES | REALS).items()}
     keys |= {"attention.value_length": config["head_dim"], "rope.dimension_count": config["head_dim"], **own}
     contents = gguf_file.read(Path(facts.name))

@@ -60,7 +60,11 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int,
         right = f"must be a token of target {facts.name}, below {facts.vocab_size}"
         raise found.invalid(TOKEN_KEYS[0], "missing" if mask is None else mask, right)
     renamed = {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
-    own = {EMBEDDING: renamed[EMBEDDING]} if _is_its_own(renamed.get(EMBEDDING), facts) else {}
+    own: dict[str, Tensor] = {}
+    if llama.row_count(found.with_tensors(renamed), EMBEDDING) is not None:
+        shipped = renamed[EMBEDDING]
+        if facts.embedding is None or not llama.same_matrix(shipped, facts.embedding):
+            own[EMBEDDING] = llama.fitted_rows(shipped, facts.vocab_size)
     parts = {name: tensor for name, tensor in renamed.items() if name == MASK} | own
     # Drop hidden_norm of further layers: vLLM creates one per layer, but only the first layer uses it.
     unused = [name for name in renamed if UNUSED.match(name)]
@@ -97,17 +101,6 @@ def depths(found: HeadDirectory, config: Mapping[str, Any]) -> int:
     if type(declared) is not int:
         raise found.invalid("num_depths", declared, "must be the number of tokens that the head drafts in one pass")
     return min(max(declared, 2), 64)
-
-
-def _is_its_own(embedding: Tensor | None, facts: TargetFacts) -> bool:
-    """Whether a shipped embedding differs from the target's by more than rounding, or the target's is not loaded."""
-    if embedding is None or facts.embedding is None:
-        return embedding is not None
-    if embedding.shape != facts.embedding.shape:
-        return False
-    theirs = embedding.float()
-    ours = facts.embedding.float().to(theirs.device)
-    return bool((theirs - ours).abs().max() > 2**-7 * ours.abs().max())
 
 
 def serving(head: Head, to: str, use: Deployment) -> Serving:

@@ -102,6 +102,6 @@ def writer(family: str, to: str) -> FormatModule:
     """
     names = {reader: name for name, row in FORMATS.items() if family in row.families for reader in row.readers}
     if to not in names:
-        those = f"--to {', '.join(sorted(names))}" if names else "no engine reads its files"
-        raise UsageError(f"{family} drafters cannot be written for {to}", hint=those)
+        hint = f"--to {', '.join(sorted(names))}" if names else "no engine reads its files"
+        raise UsageError(f"{family} drafters cannot be written for {to}", hint)
     return load(names[to])

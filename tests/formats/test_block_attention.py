@@ -165,6 +165,7 @@ BAD = {
     "too few": ({"layer_types": [FULL]}, "layer_types is", "for each of the 2 layers"),
     "no flag": ({"is_causal": "yes"}, "is_causal is yes", "true or false"),
     "causal at the top": ({"causal": True}, "causal is True", "dflash_config"),
+    "causal as a list": ({"causal": [True]}, "causal is [True]", "dflash_config"),
 }
 
 

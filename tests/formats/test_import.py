@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -183,6 +184,26 @@ def test_a_vocabulary_with_other_padding_is_adapted(head, target, tmp_path, monk
     found = checkpoint.load(tmp_path / "drafter")
     assert found.config["architecture"]["vocab_size"] == target.vocab_size == len(found.tensors["t2d"])
     assert found.config["architecture"]["draft_vocab_size"] == (draft_vocab or target.vocab_size + min(more, 0))
+    pool.load_drafter(str(tmp_path / "drafter"), target, DraftingRecipe())
+
+
+@pytest.mark.parametrize("more", [64, -64])
+def test_an_embedding_with_other_padding_is_adapted(make, target, tmp_path, monkeypatch, more):
+    """A P-EAGLE head with a trained embedding was refused, as if it had a copy of another target's."""
+    original = TargetFacts.of_target
+    monkeypatch.setattr(TargetFacts, "of_target", lambda target: replace(original(target), num_tokens=4000))
+
+    def change(config, tensors):
+        config["vocab_size"] += more
+        for name in ("embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = torch.cat((tensors[name], tensors[name][:64]))[: len(tensors[name]) + more].clone()
+        config["draft_vocab_size"] += more
+
+    drafter = make("peagle", own_embedding=True)
+    place = export(drafter, "vllm", tmp_path / "head", change)
+    assert "padding" in import_head(place, target, tmp_path / "drafter").notes[0]
+    before, after = (checkpoint.load(path).tensors["embed_tokens.weight"] for path in (drafter, tmp_path / "drafter"))
+    assert after.shape == before.shape and torch.equal(after[:4000], before[:4000])
     pool.load_drafter(str(tmp_path / "drafter"), target, DraftingRecipe())
 
 
