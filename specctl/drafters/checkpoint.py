@@ -168,15 +168,12 @@ def load(directory: str | Path) -> Checkpoint:
         raise CheckpointError(
             f'{path / CONFIG} lacks "family" or "target"', hint="use a drafter that specctl has written"
         )
-    return Checkpoint(config, tensors, _read_info(path / INFO), path)
+    return Checkpoint(config, tensors, read_info(path), path)
 
 
 def read_info(directory: str | Path) -> dict[str, Any]:
     """Read a drafter's description, drafter.json, without its weights. Raises CheckpointError."""
-    return _read_info(existing_directory(Path(directory)) / INFO)
-
-
-def _read_info(path: Path) -> dict[str, Any]:
+    path = existing_directory(Path(directory)) / INFO
     info = read_json(path)
     try:
         _INFO.validate_json(json.dumps(info), strict=True)

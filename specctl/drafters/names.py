@@ -21,8 +21,10 @@ SAMPLED = "a hybrid cannot sample its proposals", "set drafting.proposal to anot
 
 
 def parts_of(path_or_name: str) -> list[str]:
-    """Split a name into its drafters: two for a hybrid `a+b`, one if a directory has exactly that name, or if neither
-    of two exists, so that an error names the whole text."""
+    """Split a name into its drafters: two for a hybrid `a+b`, otherwise one.
+
+    A name stays whole if a directory has exactly this name, or if neither part exists: an error then names the whole.
+    """
     if _is_there(path_or_name) or "+" not in path_or_name:
         return [path_or_name]
     first, _, second = path_or_name.rpartition("+")

@@ -70,7 +70,8 @@ def load_single(
     base = find_base(found) if "lora" in found.config else found
     key = f"{checkpoint.weights_digest(base.path)} {base.config}"
     if key not in bases:
-        bases[key] = _drafter(base, target, drafting)
+        module = load_module(base, target)
+        bases[key] = load_family(base.config["family"]).make_drafter(module, target, drafting)
     drafter = bases[key]
     if base is found:
         return drafter
@@ -161,8 +162,8 @@ def read_checkpoint(directory: str | Path) -> checkpoint.Checkpoint:
     found = checkpoint.load(directory)
     name = found.config["family"]
     if name not in FAMILIES:
-        those = f"known families: {', '.join(FAMILIES)}"
-        raise CheckpointError(f"drafter {found.path} has the unknown family {shortened_repr(name)}", hint=those)
+        hint = f"known families: {', '.join(FAMILIES)}"
+        raise CheckpointError(f"drafter {found.path} has the unknown family {shortened_repr(name)}", hint)
     return found
 
 
@@ -216,8 +217,8 @@ def find_base(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
             raise config_error(CONFIG, "lora", f"drafters of family {found.config['family']} do not support adapters")
     here = found.path.absolute()
     recorded = Path(os.path.normpath(here / wanted.path))
-    neighbours = sorted(path for path in here.parent.iterdir() if path != here and checkpoint.is_drafter(path))
-    for path in (recorded, *neighbours):
+    neighbors = sorted(path for path in here.parent.iterdir() if path != here and checkpoint.is_drafter(path))
+    for path in (recorded, *neighbors):
         if _has_weights(path, wanted.sha256):
             base = checkpoint.load(path)
             if base.config["family"] == found.config["family"]:
@@ -229,15 +230,11 @@ def find_base(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
 
 
 def _has_weights(path: Path, digest: str) -> bool:
-    """Whether a directory is a drafter with these weights. A damaged neighbour of an adapter is not."""
+    """Whether a directory is a drafter with these weights. A damaged neighbor of an adapter is not."""
     try:
         return checkpoint.is_drafter(path) and checkpoint.weights_digest(path) == digest
     except CheckpointError:
         return False
-
-
-def _drafter(found: checkpoint.Checkpoint, target: Target, drafting: DraftingRecipe) -> Drafter:
-    return load_family(found.config["family"]).make_drafter(load_module(found, target), target, drafting)
 
 
 def domains_of(path_or_name: str) -> list[str]:

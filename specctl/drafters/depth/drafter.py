@@ -103,9 +103,9 @@ class DepthDrafter(HeadWeights, Drafter):
         states = states.unsqueeze(1)
 
         def logits(depth: int, paths: Tensor) -> Tensor:
-            behind = paths if self.reads_tokens else paths[:, :1]
-            nodes = states.expand(-1, behind.shape[1], -1)
-            return self.logits(depth, nodes.flatten(0, 1), behind.flatten(0, 1)).unflatten(0, (len(roots), -1))
+            read = paths if self.reads_tokens else paths[:, :1]
+            nodes = states.expand(-1, read.shape[1], -1)
+            return self.logits(depth, nodes.flatten(0, 1), read.flatten(0, 1)).unflatten(0, (len(roots), -1))
 
         return tree.grow(roots, logits, self.ids, pays)
 

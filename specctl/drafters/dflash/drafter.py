@@ -6,6 +6,7 @@ by token.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.dflash.config import GROUP, BlockConfig, Sight, layer_attention
-from specctl.drafters.dflash.head import BlockHead, layers_of
+from specctl.drafters.dflash.head import BlockHead, BlockLayer
 from specctl.drafters.dflash.layer import BlockPass
 from specctl.drafters.family import HeadFamily
 from specctl.drafters.feature.head import head_config, mask_token, taps_of
@@ -68,7 +69,7 @@ class BlockDrafter(ParallelDrafter):
     """
 
     def __init__(self, head: BlockHead, target: Target, shape: TreeShape):
-        layers = layers_of(head)
+        layers = cast(list[BlockLayer], list(head.layers))
         super().__init__(head, head.config, layers[0].inv_freq, target)
         self.size = 0
         self.config, self.shape, self.depths = head.config, shape, head.config.depth

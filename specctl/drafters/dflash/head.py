@@ -22,7 +22,6 @@ slot i has the anchor x_{i+1}, and its step k = 0, 1, … predicts x_{i+2+k}.
 
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -291,8 +290,3 @@ class BlockHead(DraftHead):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         wide = torch.cat((weight.to(dtype), self.token_dependency.successors.to(dtype)), 1)
         return torch.cat((hidden, edges.to(hidden.dtype)), 1), wide, bias
-
-
-def layers_of(head: BlockHead) -> list[BlockLayer]:
-    """Decoder layers of the head."""
-    return [cast(BlockLayer, layer) for layer in head.layers]

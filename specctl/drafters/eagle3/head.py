@@ -56,7 +56,7 @@ class Eagle3Head(FusionHead):
         x = self.feature(batch.features)
         embedded = self.midlayer.input_layernorm(F.embedding(batch.key_tokens, embedding).float())
         run = partial(checkpoint, layer_pass, use_reentrant=False) if self.gradient_checkpointing else layer_pass
-        layers, pairs, layout = self.all_layers, OwnPairs(), self.within_window(batch.layout, 0)
+        layers, pairs, layout = self.all_layers, OwnPairs(), batch.layout.within(self.config.sliding_window, 0)
         for place, layer in enumerate(layers):
             entered = self._enter(place, x, embedded)
             pairs.append(layer.key_and_value(entered[1], batch.key_positions))
@@ -92,7 +92,7 @@ class Eagle3Head(FusionHead):
         the keys and values of the rows at later steps, layer by layer.
         """
         layers = self.all_layers
-        layout = self.within_window(at.layout, at.k)
+        layout = at.layout.within(self.config.sliding_window, at.k)
         for place in range(0 if at.k else len(layers) - 1, len(layers)):
             layer = layers[place]
             entered = self._enter(place, x, at.tokens(embedded))

@@ -23,7 +23,6 @@ from specctl.drafters.feature.head import (
     taps_of,
 )
 from specctl.drafters.feature.layer import FeatureLayer, UpperLayer
-from specctl.drafters.feature.ttt_attention import Layout
 from specctl.families import MIN_SLIDING_WINDOW
 from specctl.recipe import DrafterRecipe
 
@@ -129,10 +128,6 @@ class FusionHead(DraftHead):
             tapped = tapped.float()
         return self.fc(tapped).float()
 
-    def within_window(self, layout: Layout, k: int) -> Layout:
-        """Return `layout` with the sliding window at step k, when a row's position is k after its slot."""
-        return layout.within(self.config.sliding_window, k)
-
     @torch.no_grad()
     def initialise(self, target: Target) -> None:
         """Initialize from the target.
@@ -157,17 +152,14 @@ class FusedInput(FeatureLayer):
         self.upper = [UpperLayer(head, layer, target) for layer in head.upper]
         self.layers = head.config.num_layers
         self.norm_before_residual, self.window = head.config.norm_before_residual, head.config.sliding_window
-        self.tapped_norms = self._tapped_norms(head)
+        weights = [norm.weight.detach().to(self.device) for norm in head.tapped_norms]
+        eps = head.config.rms_norm_eps
+        self.tapped_norms = RMSNorms(torch.stack(weights), eps, self.dtype) if weights else None
         self.fc = self.linear(head.fc)
         self.hidden_norm, self.norm = self.rms_norm(head.midlayer.hidden_norm), self.rms_norm(head.norm)
         self.head: Any = self.linear(head.lm_head)
         norm = self.rms_norm(head.midlayer.input_layernorm)
         self.token_input = torch.cat([norm(rows.float()) for rows in embedding.split(TABLE_ROWS)])
-
-    def _tapped_norms(self, head: FusionHead) -> RMSNorms | None:
-        """Norms of the tapped states, or None if they are fused without a norm."""
-        weights = [norm.weight.detach().to(self.device) for norm in head.tapped_norms]
-        return RMSNorms(torch.stack(weights), head.config.rms_norm_eps, self.dtype) if weights else None
 
     def feature(self, tapped: Tensor) -> Tensor:
         norms = self.tapped_norms

@@ -162,7 +162,7 @@ class SlotBatch:
         distributions: [N + T, Vd] output of the vocabulary head on `teacher`, if it was computed beforehand.
         in_draft_vocab: [N + T] bool, whether the target's most probable token is in the draft vocabulary.
         labels: [N + T] the true token.
-        valid_steps: [N] number of steps a slot is valid for (step k is used iff k < left).
+        valid_steps: [N] number of steps a slot is valid for (step k is used if k is smaller).
         layout, later_layout: slots that the N and the n rows attend to.
         sample_draws: [n] numbers in [0, 1), evenly spread along a text, used to choose a share of the n rows (None =
             all 0).
@@ -419,9 +419,8 @@ class DraftHead(nn.Module):
     def teacher(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
         """Training targets of a batch's rows: the target's tokens or its distributions, depending on `objective`.
 
-        Distributions are renormalized on the draft vocabulary, as in EAGLE-3; in training on a sample of it, if
-        `sampled_softmax` is set. `target_head` [Vd, Ht] holds the rows of
-        the target's vocabulary head.
+        Distributions are renormalized on the draft vocabulary, as in EAGLE-3. If `sampled_softmax` is set, training
+        renormalizes them on a sample of it. `target_head` [Vd, Ht] holds the rows of the target's vocabulary head.
         """
         if self.objective == "ce":
             ids = self.draft_ids  # an imported head may have them in any order

@@ -217,10 +217,10 @@ class FeatureReader(HeadWeights, ABC):
         fill = partial(self._fill, state, memory)
         memory.cached = state.catch_up.skip(memory.cache, memory.cached, state.cached, fill)
         missing = [end - start for start, end in zip(memory.cached, state.cached, strict=True)]
-        behind = lagging_sequences(missing, state.device)
-        for b in behind:
+        lagging = lagging_sequences(missing, state.device)
+        for b in lagging:
             fill(b, range(memory.cached[b], state.cached[b]))
-        width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
+        width = max((count for b, count in enumerate(missing) if b not in lagging), default=0)
         if width > 0:
             self._fill_last(state, memory, width)
         memory.cached = list(state.cached)
@@ -299,7 +299,7 @@ class FeatureLayer(FeatureReader):
     ) -> Tensor:
         """Run the layers over rows [B, T] of tokens and features [B·T, ·]. Returns [B·T or B, H] fp32.
 
-        With `last`, the last layer computes only row last[b] of each sequence beyond its keys and values.
+        With `last`, the last layer computes the keys and values of all rows, but the output of row last[b] only.
         """
         step = self._native_step(cache, plan)
         if step is not None:
@@ -349,7 +349,7 @@ class FeatureLayer(FeatureReader):
         """Tokens [B, T] of a plan's rows in the form that `layer_input` reads."""
         return tokens
 
-    def _cached_attention(self, cache: KVCache, plan: Plan, only: tuple[Tensor, Plan] | None = None) -> Attention:
+    def _cached_attention(self, cache: KVCache, plan: Plan, only: tuple[Tensor, Plan] | None) -> Attention:
         """Attention that writes the keys and values of each layer to the cache, and attends to it.
 
         With `only`, the other rows of the last layer are not computed: indices of its rows, and their plan.
@@ -389,7 +389,7 @@ class FeatureLayer(FeatureReader):
     ) -> Tensor:
         """Run the layers over rows [B, T] at positions known only on the device (`plan_at`). Returns [B·T or B, H].
 
-        With `last` [B], the last layer computes only that row of each sequence beyond its keys and values.
+        With `last` [B], the last layer computes the keys and values of all rows, but the output of that row only.
         """
         batch, rows = tokens.shape
         rope = cache.rope or self._rope_for(cache.capacity)

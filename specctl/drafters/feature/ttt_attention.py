@@ -193,17 +193,11 @@ class _Block:
         return self._make_bias() if self._bias is None else self._bias
 
     def _make_bias(self) -> Tensor:
-        hidden = _hidden(self.at, self.width, self._reach)
+        slots = torch.arange(self.width, device=self.at.device)
+        hidden = slots > self.at
+        if self._reach is not None:
+            hidden |= slots <= self.at - self._reach
         return torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, float("-inf"))[:, None, None]
-
-
-def _hidden(at: Tensor, width: int, reach: Tensor | None) -> Tensor:
-    """Mask […, width], True for the slots of a document that rows at slots `at` [..., 1] must not attend to.
-
-    `reach` [..., 1] is the number of slots that each row attends to.
-    """
-    slots = torch.arange(width, device=at.device)
-    return slots > at if reach is None else (slots > at) | (slots <= at - reach)
 
 
 def ranges(sizes: list[int]) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Rescored drafts: an n-gram model of a datastore orders the candidates of heads that do not see each other's tokens.
 
 Heads of blockwise parallel decoding (Stern et al. 2018, arXiv 1811.03115) and of Medusa predict each depth from the
-same state, so neighbouring tokens of a draft may not fit together. As Kim et al. 2024 (arXiv 2404.09221, n-gram
+same state, so neighboring tokens of a draft may not fit together. As Kim et al. 2024 (arXiv 2404.09221, n-gram
 rescoring) do, the `CANDIDATES` likeliest tokens of all depths form a lattice, and the draft has the best paths of both
 models.
 """

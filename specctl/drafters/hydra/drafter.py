@@ -30,10 +30,8 @@ class PrefixStates(FeatureLayer):
     def __init__(self, module: HydraHeads, target: Target):
         layer = module.prefix_embeding_layer.layer
         super().__init__(module, layer, target)
-        self.input_norm, self.norm = (
-            self.rms_norm(layer.input_layernorm),
-            self.rms_norm(module.prefix_embeding_layer.norm),
-        )
+        self.input_norm = self.rms_norm(layer.input_layernorm)
+        self.norm = self.rms_norm(module.prefix_embeding_layer.norm)
 
     def feature(self, tapped: Tensor) -> Tensor:
         return tapped.float()

@@ -140,10 +140,10 @@ class LMDrafter(Drafter):
         read = partial(self._catch_up, memory, texts)
         starts = state.catch_up.skip(memory.cache, self._known(memory, state), ends, read)
         missing = [end - start for start, end in zip(starts, ends, strict=True)]
-        behind = lagging_sequences(missing, state.device)
-        for b in behind:
+        lagging = lagging_sequences(missing, state.device)
+        for b in lagging:
             read(b, range(starts[b], ends[b]))
-        width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
+        width = max((count for b, count in enumerate(missing) if b not in lagging), default=0)
         if width > 0:
             hidden, _ = self._read(state, width)
             last = torch.tensor([min(len(ids), width) - 1 for ids in texts], device=state.device)

@@ -85,7 +85,8 @@ class PEagleHead(FusionHead):
         normed = first.hidden_norm(features)
         residual = normed.float() if self.config.norm_before_residual else features
         inputs = torch.cat((first.input_layernorm(tokens), normed), -1)
-        rollouts = Rollouts(batch, self.shares()[1:], [self.within_window(batch.layout, k) for k in range(self.steps)])
+        layouts = [batch.layout.within(self.config.sliding_window, depth) for depth in range(self.steps)]
+        rollouts = Rollouts(batch, self.shares()[1:], layouts)
         # Input row M is shared by all masked rows, as they differ only in their positions.
         place = rollouts.spread(len(batch.features))
         run = partial(checkpoint, _layer, use_reentrant=False) if self.gradient_checkpointing else _layer

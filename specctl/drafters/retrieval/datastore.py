@@ -77,24 +77,23 @@ class Datastore:
 
     def occurrences(self, context: array[int]) -> range:
         """Range in the suffix array of the suffixes that begin with `context` (at most `LONGEST` tokens)."""
-        start, head = self._first(context), self._heads(len(context))
-        if start == len(self._tokens) or head(self._suffixes[start]) != context:
+        start = self._first(context)
+        if start is None:
             return range(0)
-        return range(start, bisect_right(self._suffixes, context, start, key=head))
+        return range(start, bisect_right(self._suffixes, context, start, key=self._heads(len(context))))
 
     def longest(self, context: array[int]) -> int:
         """Number of last tokens of `context` that occur in the store.
 
         If n tokens occur, so do fewer; therefore a binary search finds it.
         """
-        return bisect_left(range(1, len(context) + 1), True, key=lambda size: not self._holds(context[-size:]))
+        return bisect_left(range(1, len(context) + 1), True, key=lambda size: self._first(context[-size:]) is None)
 
-    def _holds(self, context: array[int]) -> bool:
-        start = self._first(context)
-        return start < len(self._tokens) and self._heads(len(context))(self._suffixes[start]) == context
-
-    def _first(self, context: array[int]) -> int:
-        return bisect_left(self._suffixes, context, key=self._heads(len(context)))
+    def _first(self, context: array[int]) -> int | None:
+        """First suffix that begins with `context`, or None if there is none."""
+        head = self._heads(len(context))
+        start = bisect_left(self._suffixes, context, key=head)
+        return start if start < len(self._suffixes) and head(self._suffixes[start]) == context else None
 
     def _heads(self, size: int) -> Callable[[int], array[int]]:
         text = self._tokens

@@ -1,6 +1,6 @@
 """Online suffix automaton of a growing text (Blumer et al. 1985, Theor. Comput. Sci. 40), with counts.
 
-A state stands for all substrings that end at the same set of positions. Appending a token takes amortised O(1) time. A
+A state stands for all substrings that end at the same set of positions. Appending a token takes amortized O(1) time. A
 text of n tokens has at most 2n−1 states and 3n−4 transitions.
 """
 

@@ -59,11 +59,11 @@ def grow(places: Sequence[TextPosition], shape: TextTreeShape) -> ProposedTree:
     node, joint, depth = -1, 1.0, 0
     while len(tree.tokens) < shape.nodes:
         if depth < shape.depth:
-            for token, probability, behind in _children(places, shape.children):
+            for token, probability, after in _children(places, shape.children):
                 if joint * probability < shape.least:
                     continue
                 found += 1
-                heapq.heappush(waiting, (-joint * probability, found, token, node, depth + 1, probability, behind))
+                heapq.heappush(waiting, (-joint * probability, found, token, node, depth + 1, probability, after))
         if not waiting:
             break
         negative, _, token, parent, depth, probability, places = heapq.heappop(waiting)
@@ -79,11 +79,11 @@ def _children(places: Sequence[TextPosition], limit: int) -> list[tuple[int, flo
     choices = [followers for place in places if (followers := place.followers(limit))]
     merged: dict[int, tuple[float, list[TextPosition]]] = {}
     for followers in choices:
-        for token, probability, behind in followers:
+        for token, probability, after in followers:
             before, others = merged.get(token, (0.0, []))
-            merged[token] = (before + probability / len(choices), [*others, behind])
+            merged[token] = (before + probability / len(choices), [*others, after])
     best = sorted(merged.items(), key=lambda item: -item[1][0])[:limit]
-    return [(token, probability, behind) for token, (probability, behind) in best]
+    return [(token, probability, after) for token, (probability, after) in best]
 
 
 def first_level(tree: ProposedTree) -> list[int]:

@@ -8,7 +8,7 @@ TRIED = 8  # rounds at the start that alternate between zero and one drafted ste
 class AutoDepth:
     """Chooses the depth with the most steps per second.
 
-    The acceptance rate a is the running share of drafted steps that were kept, among those judged in sequence. The
+    The acceptance rate a is the running share of drafted steps that were kept, among the steps judged in sequence. The
     relative cost α is the cost of a drafted step (drafting, its row in the target's batch, the judge) divided by a
     round of the target alone. Both are measured, so depths depend on the clock. Texts depend on it only if the judge
     accepts different steps.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -66,8 +67,6 @@ def load_draft_lm(name: str, target: Target) -> DraftLM:
     """
     path = Path(name).expanduser()
     if not checkpoint.is_drafter(path):
-        import torch
-
         return DraftLM(name, load_model(name, device=target.device, dtype=torch.float32), load_tokenizer(name))
     found = merge_adapter(read_drafter(path, target))
     if found.config["family"] != LM:

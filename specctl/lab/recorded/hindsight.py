@@ -27,7 +27,6 @@ class PlayedGame:
         queries: indices of its traces.
         best: the arm that alone would have needed the fewest rounds (or seconds, see `Hindsight`) for all traces.
         arms, committed, query: [R] of each round: the arm, the tokens, the trace.
-        weights: [R, N] probabilities with which the arm was drawn.
         decide_us: [R] microseconds of choosing and learning.
         scored: [R] tokens that were scored after the round.
         dropped: number of vectors and rewards that were not finite.
@@ -38,7 +37,6 @@ class PlayedGame:
     arms: Ints
     committed: Ints
     query: Ints
-    weights: Array
     decide_us: Array
     scored: Ints
     dropped: int

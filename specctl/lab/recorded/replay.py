@@ -88,7 +88,6 @@ def _play(game: Game, hindsight: Hindsight, queries: list[int], ends: bool, memo
         arms=np.array([entry.arm for entry in game.log], dtype=int),
         committed=np.array([entry.committed for entry in game.log], dtype=int),
         query=np.array(query, dtype=int),
-        weights=np.array([entry.weights for entry in game.log]).reshape(-1, game.arms.count),
         decide_us=np.array([entry.decide_us for entry in game.log]),
         scored=np.array([entry.scored for entry in game.log], dtype=int),
         dropped=game.dropped,
@@ -147,14 +146,9 @@ def oracle(hindsight: Hindsight) -> Replay:
         committed = [
             np.diff(starts, append=hindsight.tokens[index]) for index, starts in zip(queries, begins, strict=True)
         ]
-        weights = np.zeros((len(query), len(hindsight.table.arms)))
-        weights[:, best] = 1
-        arms = np.full(len(query), best)
-        nothing = np.zeros(len(query), int)
+        arms, nothing = np.full(len(query), best), np.zeros(len(query), int)
         played.append(
-            PlayedGame(
-                queries, best, arms, np.concatenate(committed), query, weights, nothing.astype(float), nothing, 0
-            )
+            PlayedGame(queries, best, arms, np.concatenate(committed), query, nothing.astype(float), nothing, 0)
         )
     return _measured("oracle", hindsight, played)
 
