@@ -6,6 +6,8 @@ them. vLLM reads the heads under other names (vllm/model_executor/models/medusa.
 
 import re
 
+import torch
+
 from specctl.formats import llama, medusa_hydra, serving_commands
 from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
@@ -62,24 +64,26 @@ def _spelled(name: str, rules: dict[str, str]) -> str:
 
 
 def claims(found: HeadDirectory) -> bool:
-    return "medusa_num_heads" in found.config or bool(
-        found.tensors.keys() & {"0.0.linear.weight", "blocks.0.layers.0.weight"}
-    )
+    names = {"0.0.linear.weight", "blocks.0.layers.0.weight"}
+    named = "medusa_num_heads" in found.config or found.config.get("model_type") == "medusa"
+    return named or not names.isdisjoint(found.tensors)
 
 
 def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     """Read heads of one layer. Counts them from the tensors: a published config.json says 2 for 5 heads."""
-    prefix = "" if found.config.get("model_type") == "medusa" else "medusa_"  # keys of vLLM, or of the repository
-    key = "medusa_num_layers" if prefix else "num_hidden_layers"
+    in_vllm = found.config.get("model_type") == "medusa"
+    prefix, key = ("", "num_hidden_layers") if in_vllm else ("medusa_", "medusa_num_layers")
     if found.config.get(key, 1) != 1:
         raise found.invalid(key, found.config[key], "must be 1: specctl's heads have one layer")
     stripped = {
-        _spelled(name.removeprefix("medusa_head."), FROM_VLLM): tensor for name, tensor in found.tensors.items()
+        _spelled(re.sub(r"^medusa_heads?\.", "", name), FROM_VLLM): tensor for name, tensor in found.tensors.items()
     }
     found, heads = found.with_tensors(stripped), medusa_hydra.count(stripped, r"(\d+)\.")
     size, vocab = facts.hidden_size, llama.row_count(found, "0.1.weight") or facts.vocab_size
     shapes: dict[str, tuple[int, ...]] = {}
     for k in range(heads):
+        if in_vllm and not found.config.get("medusa_fc_bias"):  # vLLM's default: blocks without a bias
+            found.tensors.setdefault(f"{k}.0.linear.bias", torch.zeros(size))
         shapes |= {f"{k}.0.linear.weight": (size, size), f"{k}.0.linear.bias": (size,), f"{k}.1.weight": (vocab, size)}
     notes = llama.check_vocabulary(found, vocab, facts)
     tensors = llama.take_exactly(found, shapes)

@@ -187,6 +187,26 @@ def test_a_vocabulary_with_other_padding_is_adapted(head, target, tmp_path, monk
     pool.load_drafter(str(tmp_path / "drafter"), target, DraftingRecipe())
 
 
+def test_medusa_heads_without_biases_are_imported(make, ours, target, tmp_path):
+    """vLLM's blocks have no bias unless `medusa_fc_bias` says so. Its older files name the tensors `medusa_heads.*`."""
+
+    def change(config, tensors):
+        del config["medusa_fc_bias"]
+        for name in list(tensors):
+            tensor = tensors.pop(name)
+            if not name.endswith(".bias"):
+                tensors[f"medusa_heads.{name}"] = tensor
+
+    place = export(make("medusa"), "vllm", tmp_path / "head", change)
+    import_head(place, target, tmp_path / "drafter")
+    found = checkpoint.load(make("medusa"))
+    for name in found.tensors:
+        if name.endswith(".bias"):
+            found.tensors[name].zero_()
+    checkpoint.save(tmp_path / "zero", config=found.config, tensors=found.tensors, info={})
+    torch.testing.assert_close(ours(tmp_path / "drafter"), ours(tmp_path / "zero"))
+
+
 @pytest.mark.parametrize("more", [64, -64])
 def test_an_embedding_with_other_padding_is_adapted(make, target, tmp_path, monkeypatch, more):
     """A P-EAGLE head with a trained embedding was refused, as if it had a copy of another target's."""
