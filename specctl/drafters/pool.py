@@ -128,14 +128,15 @@ def learnable_parts(paths: Iterable[str]) -> dict[Path, list[str]]:
 
 
 def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:
-    """Costs of a hybrid's rounds, which depend on the family and the shape of its head.
+    """Costs of a hybrid's rounds, which depend on the family and the shape of its head, and on the width of its trees.
 
     Raises UsageError if the first drafter is not a trained head.
     """
     trained = _trained(name, head)
     config = checkpoint.read_json(checkpoint.existing_directory(Path(parts_of(name)[0])) / CONFIG)
-    shape = json.dumps([config["family"], config.get("architecture")], sort_keys=True)
-    return costs_of(target, trained, shape)
+    width = getattr(getattr(head, "shape", None), "width", 1)
+    wide = [f"{width} nodes per level"] if width > 1 else []  # without it: the key of earlier versions
+    return costs_of(target, trained, json.dumps([config["family"], config.get("architecture"), *wide], sort_keys=True))
 
 
 def _trained(name: str, head: Drafter) -> CandidateDrafter:

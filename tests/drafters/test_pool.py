@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from specctl.decoding.controllers import NoDraft
 from specctl.drafters import checkpoint, names
+from specctl.drafters import pool as loading
 from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.model import LM, architecture
 from specctl.drafters.mtp import drafter as mtp
@@ -93,6 +94,19 @@ def test_a_hybrid_starts_with_the_gain_that_the_card_of_its_head_suggests(target
         checkpoint.save(tmp_path / name, config=config, tensors=mtp.FAMILY.stored_state(head.state_dict()), info=info)
         quality[name] = load_drafter(f"{tmp_path / name}+lookup", target, DRAFTING).quality
     assert quality == {"unknown": 1.0, "half": 0.5}
+
+
+def test_costs_are_kept_apart_by_the_width_of_the_trees(target, tmp_path, monkeypatch):
+    """A level of four nodes costs 1.9 times as much as one of a single node. A run with one width left its costs in the
+    cache, and hybrids of the other width took them for their own."""
+    head, keys = toys.head(target), []
+    config = mtp.FAMILY.checkpoint_config(head, target.identity)
+    checkpoint.save(tmp_path / "head", config=config, tensors=mtp.FAMILY.stored_state(head.state_dict()), info={})
+    costs = loading.costs_of
+    monkeypatch.setattr(loading, "costs_of", lambda target, head, key: keys.append(key) or costs(target, head, key))
+    for drafting in (DRAFTING, DraftingRecipe(width=1, depth=3), DraftingRecipe(width=4), DraftingRecipe(width=8)):
+        load_drafter(f"{tmp_path / 'head'}+lookup", target, drafting)
+    assert [keys.index(key) for key in keys] == [0, 0, 2, 3]
 
 
 def test_an_unknown_name_is_refused_with_a_suggestion(target):

@@ -322,8 +322,8 @@ class LMDrafter(Drafter):
         """Draw tokens [B] from the rows of `logits`, and append the rows to `rows`. Also returns their probabilities
         (1 if they are not needed).
 
-        Every depth has a separate random stream. A position that is drafted again in a later round is at another depth,
-        so no uniform number is used twice, regardless of what a controller concluded from the first draft.
+        Every depth has a separate random stream. A position that is drafted again in a later round is at another depth.
+        So no uniform number is used twice, even if a controller has learned from the first draft.
         """
         row = state.draws.rows(logits.unsqueeze(1))
         rows.append(row)

@@ -3,10 +3,12 @@
 An answer is decoded plainly, one token per step, and before every step each drafter proposes from the present state. So
 every draft is made from the same features, caches and room as in a live round that begins there. The answer itself
 tells how much of a draft is accepted. Only the target can tell how close a draft is to the target's distributions after
-its first rejected token. So at every token one more target step reads the chains of all drafts. Only rounding differs
-from live decoding: a live drafter reads the tokens of a round in one product, here they are read one at a time. In fp32
-they accept the same; in bf16, on the built-in target, 0 to 1 % of the rounds accept another number of tokens (EAGLE-3 5
-of 1,125, suffix 0 of 608), and if the two likeliest tokens are as good as equal, the live text may differ.
+its first rejected token. So at every token one more target step reads the chains of all drafts.
+
+Only rounding differs from live decoding: a live drafter reads the tokens of a round in one product, here they are read
+one at a time. In fp32 both accept the same. In bf16, on the built-in target, 0 to 1 % of the rounds accept another
+number of tokens (EAGLE-3 5 of 1,125, suffix 0 of 608). If the two likeliest tokens are nearly equal, the live text may
+differ.
 """
 
 import hashlib

@@ -46,8 +46,10 @@ def router_of(
 ) -> tuple[Router, RouterReport | None]:
     """The router that the recipe asks for, and its report if it was trained just now. `paths`: name → path of each arm.
 
-    Raises CheckpointError (a router for another pool, or a table without one of the arms), UsageError (no table is
-    named for the labels, or the router's directory is taken), DataError.
+    Raises:
+        CheckpointError: a router for another pool, or a table without one of the arms.
+        UsageError: no table is named for the labels, or the router's directory is taken.
+        DataError: the prompts cannot be used.
     """
     if recipe.train_router:
         checkpoint.check_free(_place(recipe, run), recipe.overwrite, "router", [RECORD])
