@@ -9,6 +9,22 @@ from specctl.lab.reasoning.step_splitter import Step, StepSplitter, repeats_itse
 EOS = 3
 
 
+class Letters:
+    """A tokenizer of the given token ids and texts."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def get_vocab(self):
+        return {piece: token for token, piece in self.pieces.items()}
+
+    def decode(self, ids, **options):
+        return "".join(self.pieces[token] for token in ids if token != EOS)
+
+    def batch_decode(self, rows):
+        return [self.pieces[row[0]] for row in rows]
+
+
 @pytest.fixture(scope="module")
 def lines(target):
     return StepSplitter(target, "\n", 12)
@@ -35,6 +51,12 @@ def test_steps_are_the_lines_of_a_text_and_keep_all_tokens(lines, target):
     assert [token for step in steps for token in step.ids] == ids, "steps keep the original tokens"
 
 
+def test_a_step_ends_at_a_token_after_a_gap_in_the_vocabulary():
+    """The last ids of a vocabulary with gaps are not below its size. Such a delimiter was missed."""
+    lines = StepSplitter(SimpleNamespace(tokenizer=Letters({0: "a", 2: "b", 9: "\n"}), eos_ids={EOS}), "\n", 12)
+    assert lines.first([0, 2, 9, 0]) == Step([0, 2, 9], "ab\n", "delimiter")
+
+
 def test_every_token_with_the_delimiter_ends_a_step(lines, target):
     r"""A vocabulary may have "\n " as one token. Waiting for the token "\n" would continue into the next line."""
     indented = ids_of(target, "a\n      b")
@@ -45,19 +67,8 @@ def test_every_token_with_the_delimiter_ends_a_step(lines, target):
 
 def test_a_delimiter_of_several_tokens_is_found():
     """Two line breaks may be two tokens, and neither of them contains the delimiter."""
-    pieces = ["a", "\n", "b", "<end>"]
-
-    class Letters:
-        def __len__(self):
-            return len(pieces)
-
-        def decode(self, ids, **options):
-            return "".join(pieces[i] for i in ids if i != EOS)
-
-        def batch_decode(self, rows):
-            return [pieces[row[0]] for row in rows]
-
-    stepper = StepSplitter(SimpleNamespace(tokenizer=Letters(), eos_ids={EOS}), "\n\n", 10)
+    letters = Letters(dict(enumerate(["a", "\n", "b", "<end>"])))
+    stepper = StepSplitter(SimpleNamespace(tokenizer=letters, eos_ids={EOS}), "\n\n", 10)
     assert not stepper.ends
     assert [step.ids for step in split(stepper, [0, 1, 2, 1, 1, 0, EOS])] == [[0, 1, 2, 1, 1], [0, EOS]]
 

@@ -3,12 +3,15 @@
 import json
 import pickle
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel, BertTokenizerFast
+from tokenizers.models import WordLevel
+from transformers import BertConfig, BertModel, BertTokenizerFast, PreTrainedTokenizerFast
 
 from specctl import data_prep
 from specctl.drafters.checkpoint import digests
@@ -50,6 +53,13 @@ def trained(target):
 @pytest.fixture
 def saved(trained, target, tmp_path):
     return trained[0].save(tmp_path / "router", target, report=asdict(trained[1]))
+
+
+def test_token_ids_may_have_gaps():
+    """The small encoder had a row for every token, and none for the last ids of a vocabulary with gaps."""
+    words = tokenizers.Tokenizer(WordLevel({"[UNK]": 0, "students": 9}, unk_token="[UNK]"))
+    target = SimpleNamespace(tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]"))
+    assert Router.new(SMALL, ARMS, target).probabilities(["students"]).shape == (1, 3)
 
 
 def test_a_trained_router_recognizes_domains(trained):

@@ -61,8 +61,9 @@ class StepSplitter:
 @lru_cache(maxsize=4)
 def _holding(tokenizer: Any, delimiter: str) -> frozenset[int]:
     """Ids of the tokens that contain the delimiter; this takes a second for a large vocabulary."""
-    pieces = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
-    return frozenset(token for token, piece in enumerate(pieces) if delimiter in piece)
+    tokens = list(tokenizer.get_vocab().values())  # the ids may have gaps
+    pieces = tokenizer.batch_decode([[token] for token in tokens])
+    return frozenset(token for token, piece in zip(tokens, pieces, strict=True) if delimiter in piece)
 
 
 def repeats_itself(steps: Sequence[Step], repeats: int) -> bool:

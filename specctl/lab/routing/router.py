@@ -160,7 +160,7 @@ def _small(recipe: RouterRecipe, classes: int, tokenizer: Any) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     shape: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": max(tokenizer.get_vocab().values()) + 1,  # the ids may have gaps
         "hidden_size": recipe.hidden_size,
         "num_hidden_layers": recipe.layers,
         "num_attention_heads": recipe.hidden_size // HEAD_SIZE,
