@@ -21,7 +21,7 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     """
     medusa_hydra.check_full_vocabulary(head)
     for key, value in _prefix_shape(facts).items():
-        if head.architecture[key] != value:
+        if head.architecture[key] != value and key != "max_position_embeddings":  # it changes no computation
             raise CheckpointError(
                 f"the prefix layer has {key} {head.architecture[key]}, but the target's layers have {value}",
                 hint="Hydra's loader gives it the shape of the target's layers: train without overriding it",

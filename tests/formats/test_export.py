@@ -290,6 +290,20 @@ def test_transformers_reads_the_config_of_a_block(make, tmp_path):
     assert (config.head_dim, config.block_size, config.dflash_config["target_layer_ids"]) == (16, 6, [1, 4, 6])
 
 
+def test_hydra_heads_of_a_target_with_a_shorter_context_are_exported(make, tmp_path):
+    """We decode with LongRoPE targets up to their original context, which is shorter than the one in their config."""
+    found = checkpoint.load(make("hydra"))
+    architecture = found.config["architecture"]
+    for key, value in (("max_position_embeddings", 64), ("rms_norm_eps", 0.5)):
+        config = found.config | {"architecture": architecture | {key: value}}
+        place = checkpoint.save(tmp_path / key, config=config, tensors=found.tensors, info={})
+        if key == "max_position_embeddings":
+            assert export(place, "hydra", tmp_path / "out").max_difference < 1e-4
+        else:
+            with pytest.raises(CheckpointError, match=f"the prefix layer has {key} {value}, but the target's"):
+                export(place, "hydra", tmp_path / "two")
+
+
 @pytest.mark.parametrize("family", ["medusa", "hydra"])
 def test_the_original_repositories_compute_the_logits_of_heads(make, ours, model, text, tmp_path, family):
     drafter = make(family)
