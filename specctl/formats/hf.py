@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specctl.drafters.blueprint import build_or_raise, prefix_errors
@@ -17,11 +18,30 @@ METHODS = {"vllm": "draft_model", "sglang": "STANDALONE"}
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """Files that load with AutoModelForCausalLM and AutoTokenizer, without a confidence head."""
+    """Files that load with AutoModelForCausalLM and AutoTokenizer, without a confidence head.
+
+    A model of the target's family may pad the vocabulary to another size. Engines refuse it, so it gets the target's
+    number of rows. Added rows repeat the last one: they are never more probable than a token.
+    """
     config = configuration(head.architecture)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     tensors = split_tensors(head.tensors)[0]
-    return Files(config.to_dict(), tensors, tokenizer=True, held=replace(head, tensors=tensors))
+    if config.vocab_size != facts.vocab_size:
+        more = max(facts.vocab_size - config.vocab_size, 0)
+        for name in vocabulary_tensors(config):
+            rows = tensors[name]
+            tensors[name] = torch.cat((rows[: facts.vocab_size], rows[-1:].expand(more, *rows.shape[1:])))
+        config.vocab_size = facts.vocab_size
+    held = replace(head, architecture=stored(config), tensors=tensors)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    return Files(config.to_dict(), tensors, tokenizer=True, held=held)
+
+
+def vocabulary_tensors(config: PretrainedConfig) -> set[str]:
+    """Names of the tensors with a row for every token."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ends = [*model.get_input_embeddings().parameters(), *model.get_output_embeddings().parameters()]
+    return {name for name, tensor in model.state_dict(keep_vars=True).items() if any(tensor is end for end in ends)}
 
 
 def claims(found: HeadDirectory) -> bool:

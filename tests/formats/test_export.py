@@ -9,16 +9,18 @@ import pytest
 import rich.console
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specctl import api
 from specctl.cli.export import show
 from specctl.commands import export as exporting
 from specctl.drafters import checkpoint
 from specctl.drafters.dflash.drafter import FAMILY as dflash
+from specctl.drafters.lm.config import stored
 from specctl.errors import CheckpointError, DataError, UsageError
-from specctl.formats import registry, roundtrip, serving_commands
+from specctl.formats import hf, registry, roundtrip, serving_commands
 from specctl.formats.head import Deployment, Head, TargetFacts
+from specctl.formats.head_directory import HeadDirectory
 from specctl.recipe import EvalServerRecipe, ExportRecipe
 from tests.drafters.variants import NORMS, VARIANTS
 from tests.formats import consumers
@@ -468,6 +470,30 @@ def test_a_failed_check_leaves_no_directory(make, tmp_path, monkeypatch):
         export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out")
     assert error.value.exit_code == 4
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("more", [64, -64])
+def test_an_lm_gets_as_many_tokens_as_its_target(target, tmp_path, more, tied):
+    """vLLM stops at start if the sizes of the vocabularies differ, also by padding alone."""
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16)
+    sizes |= {"vocab_size": target.vocab_size - more, "tie_word_embeddings": tied}
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    found = Head("lm", stored(model.config), model.state_dict())
+    facts = TargetFacts.of_target(target)
+    files = hf.write(found, facts, 3, "vllm")
+    assert files.config["vocab_size"] == target.vocab_size
+    assert {len(files.tensors[name]) for name in ("model.embed_tokens.weight", "lm_head.weight")} == {target.vocab_size}
+    back = hf.read(HeadDirectory(files.config, files.tensors, tmp_path / "model.safetensors"), facts)
+    assert roundtrip.check(files.held, back) == 0
+    ids = torch.arange(5, 20)[None]
+    fitted = LlamaForCausalLM(LlamaConfig(**sizes | {"vocab_size": target.vocab_size}))
+    fitted.load_state_dict(files.tensors)
+    with torch.no_grad():
+        before, after = model(ids).logits, fitted(ids).logits
+    common = min(before.shape[-1], after.shape[-1])
+    torch.testing.assert_close(before[..., :common], after[..., :common])
+    assert (after.amax(-1) <= after[..., :common].amax(-1)).all(), "padding is never drafted"
 
 
 @pytest.mark.parametrize(("family", "options"), [("eagle3", {"draft_vocab": 64}), ("dflash", DFLASH2), ("lm", {})])
