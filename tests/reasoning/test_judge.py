@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from transformers import BertConfig, BertModel
 
 from specctl.errors import CheckpointError
 from specctl.lab.reasoning import judge as judges
@@ -192,6 +193,15 @@ def test_an_encoder_judges_by_its_threshold(tiny_directory):
     assert alone.tolist() == pytest.approx(padded.tolist(), abs=1e-5)
     assert judge([("two", "a much longer text than that")]) == [False]
     assert make_judge(recipe.model_copy(update={"threshold": 0.0}), "cpu")([("two", "2 of them")]) == [True]
+
+
+def test_an_encoder_reads_no_more_tokens_than_it_has_positions(tiny_directory, tmp_path):
+    """A long step stopped the run with an index error."""
+    shutil.copytree(tiny_directory("llama"), tmp_path / "encoder")
+    sizes = dict(vocab_size=4096, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    BertModel(BertConfig(**sizes, max_position_embeddings=24)).save_pretrained(tmp_path / "encoder")
+    judge = make_judge(JudgeRecipe(kind="embedding", name=str(tmp_path / "encoder"), threshold=0.0), "cpu")
+    assert judge([("one " * 40, "two " * 40)]) == [True]
 
 
 def test_a_missing_judge_is_named():

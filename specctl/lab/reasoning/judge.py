@@ -46,6 +46,7 @@ Reply with [unaligned], too, if it is too hard to determine. Reply with nothing 
 
 REMEMBERED = 1 << 16  # number of cached rulings
 LONGEST_REPLY = 1 << 18  # bytes
+LONGEST_STEP = 512  # tokens of a step that an encoder reads
 _RULING = re.compile(r"\[(un)?aligned\]", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?")
 _AROUND = re.compile(r"\s*([^\w\s])\s*")
@@ -142,12 +143,14 @@ class EmbeddingJudge:
         supported.check_loaded(f"judge {recipe.name}", model, info)
         self.model = model.to(self.device).eval()
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        limit = getattr(model.config, "max_position_embeddings", None) or LONGEST_STEP
+        self.longest = min(LONGEST_STEP, limit, self.tokenizer.model_max_length)
 
     @torch.inference_mode()
     def embed(self, texts: list[str]) -> torch.Tensor:
         """Embed texts as unit vectors [n, H]."""
-        options: dict[str, Any] = {"padding": True, "truncation": True, "max_length": 512, "return_tensors": "pt"}
-        batch = self.tokenizer(texts, **options).to(self.device)
+        options: dict[str, Any] = {"padding": True, "truncation": True, "return_tensors": "pt"}
+        batch = self.tokenizer(texts, max_length=self.longest, **options).to(self.device)
         batch.pop("token_type_ids", None)  # not every encoder has segments
         states = self.model(**batch).last_hidden_state.float()
         mask = batch["attention_mask"].unsqueeze(-1)
