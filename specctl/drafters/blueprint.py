@@ -31,6 +31,8 @@ Count = Annotated[int, Field(strict=True, gt=0, le=1 << 10)]  # number of layers
 Size = Annotated[int, Field(strict=True, gt=0, le=1 << 24)]  # hidden size or vocabulary size
 Length = Annotated[int, Field(strict=True, gt=0, le=1 << 31)]  # in tokens
 LayerIndex = Annotated[int, Field(strict=True, ge=0, le=1 << 10)]  # index of a layer
+Token = Annotated[int, Field(strict=True, ge=0)]
+Flag = Annotated[bool, Field(strict=True)]
 
 Shape = TypeVar("Shape")
 Made = TypeVar("Made")

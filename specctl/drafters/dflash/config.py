@@ -6,8 +6,8 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import Count
-from specctl.drafters.feature.fusion import Flag, Window
+from specctl.drafters.blueprint import Count, Flag, Token
+from specctl.drafters.feature.fusion import Window
 from specctl.drafters.feature.head import HeadConfig, check_mask_token
 from specctl.errors import UsageError
 from specctl.families import FULL, SLIDING, LayerType
@@ -15,6 +15,7 @@ from specctl.recipe import DrafterRecipe
 
 GROUP, CANDIDATES = 16, 16  # as in the published DFlash 2 heads
 LAYERS = 2  # for targets with ten layers; the papers use five for 36
+Rank = Annotated[int, Field(strict=True, ge=0, le=65_536)]
 ATTENTION = ("sliding_window", "layer_types", "is_causal")
 
 
@@ -57,13 +58,13 @@ class BlockConfig(HeadConfig):
     num_layers: Count
     block_size: Annotated[int, Field(strict=True, ge=2, le=64)]
     sample_from_anchor: bool
-    mask_token_id: Annotated[int, Field(strict=True, ge=0)]
+    mask_token_id: Token
     own_mask: bool
-    markov_rank: Annotated[int, Field(strict=True, ge=0, le=65_536)]
-    confidence: Annotated[bool, Field(strict=True)] = False
+    markov_rank: Rank
+    confidence: Flag = False
     conv_kernel_size: Annotated[int, Field(strict=True, ge=0, le=64)] = 0
     conv_group_size: Count = GROUP
-    selector_rank: Annotated[int, Field(strict=True, ge=0, le=65_536)] = 0
+    selector_rank: Rank = 0
     selector_top_k: Count = CANDIDATES
     sliding_window: Window | None = None
     layer_types: tuple[LayerType, ...] | None = None

@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from specctl.drafters.feature.fusion import Flag, FusionConfig, FusionHead
+from specctl.drafters.blueprint import Flag
+from specctl.drafters.feature.fusion import FusionConfig, FusionHead
 from specctl.drafters.feature.head import OwnPairs, SlotBatch, StepRows, layer_pass
 from specctl.drafters.lora import as_single_product
 

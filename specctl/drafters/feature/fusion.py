@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specctl.decoding.models.layers import RMSNorms
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import Count
+from specctl.drafters.blueprint import Count, Flag
 from specctl.drafters.feature.head import (
     DraftHead,
     HeadConfig,
@@ -27,7 +27,6 @@ from specctl.families import MIN_SLIDING_WINDOW
 from specctl.recipe import DrafterRecipe
 
 TABLE_ROWS = 4096  # most rows of a table by token that are normed at a time: a whole one takes gigabytes in fp32
-Flag = Annotated[bool, Field(strict=True)]
 Window = Annotated[int, Field(strict=True, ge=MIN_SLIDING_WINDOW, le=1 << 31)]
 
 

@@ -16,13 +16,13 @@ because RMSNorm(h_i) is invariant to scale.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
+from specctl.drafters.blueprint import Flag
 from specctl.drafters.feature.head import (
     DraftHead,
     HeadAttention,
@@ -33,8 +33,6 @@ from specctl.drafters.feature.head import (
     StepRows,
     layer_pass,
 )
-
-Flag = Annotated[bool, Field(strict=True)]
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import Count
-from specctl.drafters.feature.fusion import Flag, FusionConfig, FusionHead
+from specctl.drafters.blueprint import Count, Flag, Token
+from specctl.drafters.feature.fusion import FusionConfig, FusionHead
 from specctl.drafters.feature.head import HeadLayer, SlotBatch, check_mask_token
 from specctl.drafters.feature.ttt_attention import Layout, attention
 from specctl.drafters.lora import as_single_product
@@ -43,7 +43,7 @@ class PEagleConfig(FusionConfig):
 
     num_layers: Count = field()  # without a default, so it is always stored
     depths: Annotated[int, Field(strict=True, ge=2, le=64)]
-    mask_token_id: Annotated[int, Field(strict=True, ge=0)]
+    mask_token_id: Token
     own_embedding: Flag = False
 
     def check(self, target: Target) -> None:
