@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from specctl.drafters.hydra.drafter import FAMILY as hydra
-from specctl.recipe import DrafterRecipe, TrainRecipe
+from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+from tests.drafters.heads import disturbed
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,19 @@ def test_the_shared_layer_is_applied_once_per_layer(module):
     for _ in range(2):
         y = y + torch.nn.functional.silu(again.linear(y))
     torch.testing.assert_close(module.hidden(1, x), y)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_drafter_computes_the_logits_of_its_module(target, layers):
+    """Heads of one layer had a second copy of its matrix, which no step read."""
+    recipe = TrainRecipe(arch="hydra", drafter=DrafterRecipe(draft_heads=2, num_layers=layers))
+    module = disturbed(hydra.build(recipe, target, lambda size: list(range(size)))).eval()
+    drafter = hydra.make_drafter(module, target, DraftingRecipe())
+    tokens, states = torch.tensor([[5, 6], [7, 8]]), torch.randn(2, target.hidden_size)
+    inputs = torch.cat((states, target.model.embedding[tokens].flatten(1)), -1)
+    with torch.no_grad():
+        torch.testing.assert_close(drafter.logits(1, states, tokens), module.vocabulary(1)(module.hidden(1, inputs)))
+    assert len(drafter.again) == (2 if layers == 2 else 0)
 
 
 def test_dropout_is_for_training_only(target, module):

@@ -53,7 +53,7 @@ class HydraDrafter(DepthDrafter):
         mlps: Any = module.hydra_mlp
         heads: Any = module.hydra_lm_head
         self.first = [self.linear(mlp[1].res_connection, mlp[1].linear) for mlp in mlps]
-        self.again = [self.linear(mlp[-1].linear) for mlp in mlps]
+        self.again = [self.linear(mlp[-1].linear) for mlp in mlps] if self.repeats else []
         self.heads = [self.linear(head[-1]) for head in heads]
 
     def logits(self, k: int, states: Tensor, tokens: Tensor) -> Tensor:
