@@ -13,7 +13,7 @@ from specctl.drafters.checkpoint import PROMPTS
 from specctl.drafters.family import load_family
 from specctl.errors import RecipeError, UsageError
 from specctl.progress import log
-from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.runs import Run
 from specctl.training.adapters import use_all, with_adapters
 from specctl.training.data import load_corpus
@@ -28,10 +28,8 @@ def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
         RecipeError, UsageError: the recipe has settings that only trained drafters have; several processes run.
         DataError, CheckpointError: unusable data, a target that does not fit.
     """
-    if recipe.drafter != DrafterRecipe() or recipe.objective != "auto" or recipe.init is not None:
-        raise RecipeError(
-            f"arch {recipe.arch} has no layers and no objective", hint="leave out drafter, objective and init"
-        )
+    if recipe.objective != "auto" or recipe.init is not None:
+        raise RecipeError(f"arch {recipe.arch} has no weights to train", hint="leave out objective and init")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError(f"arch {recipe.arch} is built by a single process", hint="run it without torchrun")
     recipe, adapters = with_adapters(recipe)

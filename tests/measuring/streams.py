@@ -74,10 +74,10 @@ def write_head(place, target, family, seed=0, **sizes):
     """Save a drafter directory with a new, untrained head."""
     torch.manual_seed(seed)
     own = pool.load_family(family)
+    if family == "mtp":  # the target has no MTP layer
+        return save(place, target, own, mtp.head(target))
     recipe = TrainRecipe(arch=family, drafter=DrafterRecipe(vocab_size=target.vocab_size, **sizes))
-    random_layer = family == "mtp"  # the target has no MTP layer
-    head = mtp.head(target) if random_layer else own.build(recipe, target, lambda size: list(range(size)))
-    return save(place, target, own, head)
+    return save(place, target, own, own.build(recipe, target, lambda size: list(range(size))))
 
 
 def write_copy(place, target, path, noise):
