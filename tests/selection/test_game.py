@@ -8,6 +8,7 @@ import pytest
 
 from specctl.lab.recorded.hindsight import token_losses
 from specctl.recipe.select import GameRecipe
+from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
 from specctl.selection.game.losses import INNER
 from specctl.selection.game.rewards import Outcome
@@ -400,6 +401,30 @@ def test_throughput_losses_use_measured_seconds():
         rules_for("hedgespec", GameRecipe(depth=None, loss="throughput"), K), costs=(1.0, 2.0, 4.0), step=0.5
     )
     assert token_losses(text, rules) == pytest.approx(1 - (1 - wanted) * relative), "hindsight knows all costs"
+
+
+def test_a_guess_ends_when_another_text_times_the_arm():
+    """Texts of a batch share a clock. A text that has guessed the seconds of an arm kept the guess if another text was
+    the first to play it, and went on with an arm that looked cheaper than it is."""
+    text = trace()
+    rules = replace(rules_for("hedgespec", GameRecipe(depth=None, drift=None, settled=None, **PLAIN), K), step=0.5)
+    clock, spies = ArmClock.of(N), [Spy("losses"), Spy("losses")]
+    one, other = (Game(spy, rules, ARMS, clock) for spy in spies)
+
+    def play(game, at):
+        game.round_finished(game.choose(), Outcome(5, 4, seconds=2.0))
+        game.scored(text.gamma[:, at : at + 5], text.hit[:, at : at + 5])
+
+    play(one, 0)  # arm 1
+    other.choose()
+    other.withdraw()
+    play(other, 0)  # arm 2
+    play(other, 5)  # arm 0: now the seconds of all arms are known
+    play(one, 5)
+    assert spies[0].told.count("forgot") == 1
+    fed = spies[0].told[spies[0].told.index("forgot") + 1 :]
+    lengths = token_losses(text, replace(rules, loss="length"))[: len(fed)]
+    assert len(fed) == 7 and np.array(fed) == pytest.approx(1 - (1 - lengths) / 4)
 
 
 def test_failures_raise_the_loss_of_an_arm():

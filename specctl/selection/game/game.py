@@ -77,6 +77,7 @@ class Game:
         self._owners: list[tuple[int, int | None]] = []
         self._update: list[Numbers] = []  # vectors for the next update
         self._guessed: list[Array] = []  # vectors that were fed while the seconds of some arm were a guess
+        self._timed = 0  # number of arms with known seconds at that time
         self.clock = clock or ArmClock.of(arms.count)
         self._text = TextRate()
         self._cost = np.zeros(arms.count)  # Σ losses of each arm
@@ -143,15 +144,13 @@ class Game:
         entry.committed = outcome.committed
         began = perf_counter_ns()
         rate = self._rate()
-        first = not self.clock.n[arm]
         if outcome.seconds is not None:
             seconds = self.clock.record(arm, outcome.seconds / outcome.texts, outcome.committed / outcome.texts)
             outcome = replace(outcome, seconds=seconds * outcome.texts)
             self._text.record(seconds, outcome.committed / outcome.texts)
         if self.policy.learns == "losses":
             self._committed(arm, outcome)
-            if first and self.clock.n[arm] and self._guessed:
-                self._replay_losses()
+            self._replace_guesses()
         elif self.policy.learns == "reward" and outcome.complete:
             unit = reward(self.rules, outcome, rate, self._first_overlap[arm])
             if outcome.overlap is not None and isfinite(unit) and not outcome.failed:
@@ -212,9 +211,14 @@ class Game:
         drift.reset()
         self._schedule.begin(0)
 
-    def _replay_losses(self) -> None:
-        """Feed all vectors once more: the seconds of an arm, a guess until now, are known. In a sum of losses, a guess
-        that is too low would remain an advantage for a long time."""
+    def _replace_guesses(self) -> None:
+        """Feed all vectors once more if the seconds of an arm, a guess until now, are known: this game or another one
+        of its clock has timed a round. In a sum of losses, a guess that is too low would remain an advantage for a long
+        time."""
+        timed = sum(map(bool, self.clock.n))
+        if not self._guessed or timed == self._timed:
+            return
+        self._timed = timed
         self.policy.forget()
         self._update = self._costly(np.concatenate(self._guessed)).tolist()
         size = 1 if self._schedule.warm else self.rules.tokens_per_update
@@ -258,8 +262,10 @@ class Game:
         if not owners:
             return
         losses = self._corrected(np.maximum(losses, 0), owners)  # Σ min(p, q) may be rounded past 1
+        self._replace_guesses()
         if self.rules.loss == "throughput" and not all(self.clock.n):
             self._guessed.append(losses[stale:])
+            self._timed = sum(map(bool, self.clock.n))
         losses = self._costly(losses)
         self._cost += losses.sum(axis=0)
         self._own_cost += float(losses[np.arange(len(owners)), [arm for arm, _ in owners]].sum())
