@@ -1,12 +1,11 @@
 """Adaptive draft length: longer drafts while they are accepted, none while they do not pay."""
 
-import time
 from collections import Counter
 
 from specctl.decoding.protocols import Controller, Drafter, Proposer
 from specctl.decoding.records import DraftTree, RoundResult, empty_draft
 from specctl.decoding.state import DecodeState
-from specctl.decoding.timing import synchronise
+from specctl.decoding.timing import synchronise, work_clock
 from specctl.drafters.tree import TreeDrafter
 from specctl.recipe import DraftingRecipe
 
@@ -38,7 +37,8 @@ class AutoLength(Controller, Proposer):
     """Controller that drafts with one drafter, at the depth that pays best at the moment.
 
     a is the running share of accepted draft tokens among the verified ones (accepted and rejected). α is the running
-    quotient of the seconds per draft token and the seconds per target step.
+    quotient of the seconds per draft token and the seconds per target step. On a CPU both are the thread's CPU time:
+    seconds in which other processes run would look like costs of drafting.
     """
 
     def __init__(self, drafter: Drafter, alpha: float | None = None):
@@ -87,7 +87,8 @@ class AutoLength(Controller, Proposer):
         return self
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        began = time.perf_counter()
+        clock = work_clock(state.device)
+        began = clock()
         if self._k == 0:
             draft = empty_draft(state.batch, state.device)
         elif isinstance(self.drafter, TreeDrafter):
@@ -97,15 +98,14 @@ class AutoLength(Controller, Proposer):
         else:
             draft = self.drafter.propose(state, min(budget, self._k))
         synchronise(state.device)
-        self._drafted = time.perf_counter()
-        self._seconds = self._drafted - began
+        self._seconds = clock() - began
         self._before = [(row.accepted, row.rejections) for row in state.rows]
         return draft
 
     def observe(self, state: DecodeState, result: RoundResult) -> None:
         if result.verdict is None:  # no draft could be made
             return
-        self.step_s = DECAY * self.step_s + time.perf_counter() - self._drafted
+        self.step_s = DECAY * self.step_s + result.seconds - self._seconds
         self.steps = DECAY * self.steps + 1
         rows = zip(state.rows, self._before, strict=True)
         changes = [(row.accepted - accepted, row.rejections - rejections) for row, (accepted, rejections) in rows]

@@ -1,6 +1,7 @@
 """Draft lengths chosen by acceptance and cost."""
 
 import itertools
+import time
 
 import pytest
 
@@ -51,6 +52,22 @@ def test_auto_length_drafts_as_deep_as_pays_and_is_lossless(target, prompts, dra
     assert [one.output_ids for one in found] == [one.output_ids for one in plain]
     assert set(length.rounds) == used
     assert length.pop_mean_length() is not None and length.pop_mean_length() is None
+
+
+def test_a_pause_of_the_process_is_no_cost_of_drafting(target, prompts, drafter, monkeypatch):
+    """A process that was stopped for ten minutes while it drafted did not draft again for hundreds of rounds."""
+    real, paused = time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + paused[0])
+    propose = drafter.propose
+
+    def pausing(state, budget):
+        paused[0] += 600
+        return propose(state, budget)
+
+    drafter.propose = pausing
+    length = AutoLength(drafter)
+    decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=40, seeds=[0], controller=length, taps=())
+    assert paused[0] and length.draft_s + length.step_s < 600
 
 
 def test_auto_length_measures_its_costs(target, prompts, drafter):
