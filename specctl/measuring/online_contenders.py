@@ -131,7 +131,7 @@ class OnlineContenders:
         )  # hybrids' statistics of earlier texts, by contender
         self.engines: dict[str, Engine] = {}  # by contender
         self.failed_chunks: Counter[str] = Counter()  # chunks in a row without an update that was kept
-        self._warm = False  # whether this process has warmed up
+        self._warm = False  # whether this process has warmed up with the present target
 
     def _learners(self) -> list[StreamLearner]:
         """The learners, and the pool that does not learn, if there is one."""
@@ -150,7 +150,7 @@ class OnlineContenders:
 
     def retarget(self, target: Target) -> None:
         """Switch to another target. Raises CheckpointError if a drafter does not fit."""
-        self.target = target
+        self.target, self._warm = target, False
         self.engines.clear()
         self.companion = self._companion(self.companion.store)
         self.untrained = self._load_untrained()

@@ -308,8 +308,13 @@ def tuned(tmp_path_factory, tiny):
 
 
 @pytest.mark.parametrize("drafter", ["head", "pool"])
-def test_the_target_may_change_during_a_stream(tmp_path, prompts, tiny, pool, tuned, drafter):
-    """Texts follow the current target, drafters draft for it, and learning continues, also in a resumed run."""
+def test_the_target_may_change_during_a_stream(tmp_path, prompts, tiny, pool, tuned, drafter, monkeypatch):
+    """Texts follow the current target, drafters draft for it, and learning continues, also in a resumed run. Each
+    target is warmed up: the first slow calls of a new target used to be timed as decoding."""
+    warmed, warm_up = [], OnlineContenders.warm_up
+    monkeypatch.setattr(
+        OnlineContenders, "warm_up", lambda self, turns: (warmed.append(self.target.name), warm_up(self, turns))
+    )
     fields = {"target_schedule": [f"{tiny.name}:2", f"{tuned}:3"], "checkpoint": {"every": 1, "keep": 2}}
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], save_outputs=True, **fields).model_dump()
     if drafter == "pool":
@@ -318,7 +323,7 @@ def test_the_target_may_change_during_a_stream(tmp_path, prompts, tiny, pool, tu
     assert found.lossless.mismatches == 0 and found.lossless.sequences == 3 * len(QUESTIONS)
     rows = lines(tmp_path / "run")
     assert [row["target"] for row in rows] == [tiny.name, str(tuned), str(tuned)]
-    assert {row["status"] for row in rows} == {"updated"}
+    assert {row["status"] for row in rows} == {"updated"} and warmed == [tiny.name, str(tuned)]
     again, _ = learnt(tmp_path / "run", OnlineRecipe(**made | {"resume": True, "output_dir": tmp_path / "run"}), tiny)
     assert again.mat == found.mat
 
