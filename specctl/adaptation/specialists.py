@@ -70,6 +70,7 @@ class Specialists(StreamLearner):
         self.chunks = 0
         self.lessons: dict[str, Lesson] = {}
         self.rounds: Counter[str] = Counter()  # rounds of the chunk, by arm
+        self._asked: Counter[str] = Counter()  # texts of the chunk, by prompt
         self._won: dict[str, Counter[str]] = defaultdict(Counter)  # committed tokens, by query and arm
         self._accepted: dict[str, Counter[str]] = defaultdict(Counter)  # accepted draft tokens, by arm and query
         self._verified: dict[str, Counter[str]] = defaultdict(Counter)  # verified positions, by arm and query
@@ -133,9 +134,12 @@ class Specialists(StreamLearner):
             with super().warming_up():
                 yield
         finally:
-            for counts in (self.rounds, self._won, self._accepted, self._verified):
-                counts.clear()
-            self._selector = self._select()
+            self._begin_chunk()
+
+    def _begin_chunk(self) -> None:
+        for counts in (self.rounds, self._asked, self._won, self._accepted, self._verified):
+            counts.clear()
+        self._selector = self._select()
 
     @property
     def controller(self) -> Controller:
@@ -152,10 +156,15 @@ class Specialists(StreamLearner):
 
     def labels(self, labels: list[Label]) -> list[Label]:
         """Labels of the texts of one batch. Unless the policy is reset with every query, the texts that share a slot
-        within a chunk share one game."""
-        if self.recipe.policy.reset == "query":
-            return labels
-        return [replace(label, key=f"{slot}") for slot, label in enumerate(labels)]
+        within a chunk share one game. A prompt that comes again in the chunk has another name as query, because the
+        rounds of each text are counted apart."""
+        named = []
+        for slot, label in enumerate(labels):
+            again = self._asked[label.query]
+            self._asked[label.query] += 1
+            query = f"{label.query} {again}" if again else label.query
+            named.append(replace(label, query=query, key=None if self.recipe.policy.reset == "query" else f"{slot}"))
+        return named
 
     def learn_chunk(self, acceptance: Acceptance, decode_s: float) -> Lesson:
         """Let every specialist learn from the texts of the chunk it has won. The rounds of a specialist judge its
@@ -178,12 +187,10 @@ class Specialists(StreamLearner):
             for name, online_drafter in self.online_drafters.items()
             if name in winners
         }
-        for counts in (self._won, self._accepted, self._verified):
-            counts.clear()
+        lesson = self._combined()
         self.chunks += 1
         began = time.perf_counter()
-        self._selector = self._select()
-        lesson = self._combined()
+        self._begin_chunk()
         return replace(lesson, swap_s=lesson.swap_s + time.perf_counter() - began)
 
     def _acceptance(self, arm: str) -> Acceptance:
@@ -196,7 +203,6 @@ class Specialists(StreamLearner):
         lessons = list(self.lessons.values())
         total = max(1, self.rounds.total())
         shares = tuple(self.rounds[name] / total for name in self._drafters())
-        self.rounds.clear()
         known = [(lesson.outcome.loss, lesson.tokens) for lesson in lessons if lesson.outcome.loss is not None]
         tokens = sum(count for _, count in known)
         statuses = {lesson.outcome.status for lesson in lessons}

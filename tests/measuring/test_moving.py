@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specctl.adaptation.buffer import ReplayBuffer
+from specctl.adaptation.buffer import BufferedText, ReplayBuffer
 from specctl.adaptation.specialists import Specialists
 from specctl.adaptation.stream import PromptStream
+from specctl.adaptation.stream_learner import Lesson
+from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk
 from specctl.decoding.records import Label, Request, Sequence
@@ -24,6 +26,7 @@ from specctl.measuring.online_contenders import OnlineContenders
 from specctl.recipe import OnlineRecipe
 from specctl.runs import to_json
 from specctl.selection.controller import RoundLine
+from specctl.training.example import Example
 from tests.measuring.streams import (
     QUESTIONS,
     free_hybrids,
@@ -199,6 +202,31 @@ def test_a_repeated_prompt_gets_its_own_game(tiny, pool, monkeypatch):
         for text in texts:
             selector.end(text)
     assert len({id(game) for game in games}) == 4 and batches == [2]
+
+
+@pytest.mark.parametrize("reset", ["query", "chunk"])
+def test_texts_of_a_repeated_prompt_have_their_own_winners(tiny, pool, reset):
+    """Rounds were counted by prompt. Both texts then went to the drafter with the most tokens in both together."""
+    made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], game={"loss": "length"}, buffer={"max_mb": 9})
+    policy = made.policy.model_copy(update={"reset": reset})
+    made = made.model_copy(update={"init": None, "arch": None, "pool": pool, "policy": policy})
+    specialists, learned = Specialists(made, "ogd", tiny, 0), {}
+
+    def learn(name, learner, acceptance):
+        learned[name] = ([text.example.index for text in learner.buffer.texts.values()], acceptance.texts)
+        return Lesson("keep", UpdateOutcome("static"), 0, 0, 0, (), 0.0)
+
+    for name, learner in specialists.online_drafters.items():
+        learner.learn_chunk = lambda acceptance, decode_s, name=name, learner=learner: learn(name, learner, acceptance)
+    for index, (arm, committed) in enumerate((("good", 9), ("bad", 2), ("bad", 3))):
+        (label,) = specialists.labels([Label("again" if index else "once", "sql")])
+        specialists._note(RoundLine(label.query, "sql", 0, 1, arm, committed, 1, 2, [], None, 0.0, 0.0, 0))
+        if index == 2:
+            specialists._note(RoundLine(label.query, "sql", 0, 2, "good", 9, 1, 1, [], None, 0.0, 0.0, 0))
+        specialists.buffer.add(BufferedText(Example(index, label.query, [5] * 8, 3), []), None)
+    specialists.learn_chunk(Acceptance(), 1.0)
+    assert learned == {"good": ([0, 2], ((1, 2), (1, 1))), "bad": ([1], ((1, 2), (1, 2)))}
+    assert [label.query for label in specialists.labels([Label("again", "sql")] * 2)] == ["again", "again 1"]
 
 
 @pytest.mark.slow
