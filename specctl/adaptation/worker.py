@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,14 @@ State = tuple[dict[str, Any], dict[str, Tensor]]
 """Arguments of `OnlineDrafter.restore`: JSON-able facts, and tensors."""
 
 
+def share(tensors: Iterable[Tensor]) -> None:
+    """Move tensors to shared memory before they are sent. Otherwise the queue's thread would do it later, and lose the
+    message if /dev/shm is full."""
+    for x in tensors:
+        if x.numel():
+            x.share_memory_()
+
+
 @dataclass(frozen=True)
 class PackedTensors:
     """Tensors packed into one for sending: each sent tensor is an open file, and a state has several per text."""
@@ -45,6 +53,7 @@ class PackedTensors:
         host = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
         parts = [x.cpu().reshape(-1).view(torch.uint8) for x in host.values()]
         joined = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        share([joined])
         return cls({name: (x.dtype, x.shape) for name, x in host.items()}, joined)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -78,11 +87,8 @@ class Chunk:
         return [] if self.features is None else [*vars(self.features).values()]
 
     def share(self) -> None:
-        """Move the features to shared memory now. Otherwise the queue's thread would do it later, while a state is
-        being saved."""
-        for x in self._tensors():
-            if x.numel():
-                x.share_memory_()
+        """Move the features to shared memory now, and not while a state is being saved."""
+        share(self._tensors())
 
     def state(self) -> State:
         """(JSON-able facts, tensors) that `restored` needs."""
@@ -203,7 +209,9 @@ def _answer(drafter: OnlineDrafter, chunks: list[Chunk], *, with_state: bool) ->
         chunk.into(drafter.buffer)
     lesson = _lesson(drafter, chunks)
     facts, state = drafter.state() if with_state else ({}, {})
-    return LearnerResult(lesson, drafter.played().cpu(), facts, PackedTensors.of(state), chunks[0].learner)
+    played = drafter.played().cpu()
+    share([played])
+    return LearnerResult(lesson, played, facts, PackedTensors.of(state), chunks[0].learner)
 
 
 def _lesson(online_drafter: OnlineDrafter, chunks: list[Chunk]) -> Lesson:

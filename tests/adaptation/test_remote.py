@@ -39,6 +39,17 @@ def test_packed_tensors_are_unpacked_unchanged():
     assert PackedTensors.of({}).tensors() == {}
 
 
+def test_everything_is_in_shared_memory_before_it_is_sent():
+    """With a full /dev/shm the queue's thread failed instead of the learner: the message was lost, and the decoder
+    waited for it."""
+    learner = SimpleNamespace(
+        buffer=None, learn=lambda _: None, played=lambda: torch.ones(3), state=lambda: ({}, {"L": torch.ones(2)})
+    )
+    for with_state in (True, False):
+        answer = worker._answer(learner, [worker.Chunk([], None, ACCEPTANCE)], with_state=with_state)
+        assert answer.played.is_shared() and answer.state.bytes.is_shared() == with_state
+
+
 def hand_over(pupil, chunk):
     chunk.into(pupil.buffer)
     pupil.learn_chunk(ACCEPTANCE, 0.0)
