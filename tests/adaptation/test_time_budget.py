@@ -81,7 +81,8 @@ def test_nothing_is_learned_without_time(quadratic, chunk):
 
 
 def test_a_harmful_update_is_rolled_back_without_time_to_learn(quadratic, chunk):
-    """The weights of before the update return, and nothing is learned."""
+    """The weights of before the update return, and nothing is learned. The bad chunk is no standard for the next
+    update: compared with it, no acceptance would be a fall."""
     objective, learner = quadratic([0.0], algo="ogd", lr=0.4)
     dog = Watchdog(LearnerRecipe(algo="ogd", rest=0))
     good, bad = (Acceptance.of([(accepted, 100)] * 3) for accepted in (80, 20))
@@ -90,6 +91,7 @@ def test_a_harmful_update_is_rolled_back_without_time_to_learn(quadratic, chunk)
     assert not torch.equal(learner.play(), before)
     ruling, outcome = dog.learn(learner, objective, chunk([-9.0]), bad, no_time=True)
     assert (ruling, outcome.status) == ("rollback", "rested") and torch.equal(learner.play(), before)
+    assert dog.acceptance_fell(bad) and not dog.acceptance_fell(good)
 
 
 def test_updates_that_help_double_the_share_and_one_in_vain_resets_it():

@@ -123,7 +123,8 @@ class Watchdog:
         if no_time:
             if ruling == "rollback":
                 self._roll_back(learner)
-            self._skip_chunk(acceptance)
+            else:
+                self._skip_chunk(acceptance)
             return ruling, UpdateOutcome("rested")
         now = learner.state()
         if ruling == "rollback":
