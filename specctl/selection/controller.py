@@ -1,6 +1,5 @@
 """Controller of `specctl select`: the game of every text chooses its arm, and learns from the target's verification."""
 
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from specctl.decoding.protocols import Controller, Drafter, Proposer
 from specctl.decoding.records import Counts, Label, RoundResult
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
+from specctl.decoding.timing import work_clock
 from specctl.drafters.feature.layer import select_taps
 from specctl.selection.arms import Arm, TimedDraft, taps_of
 from specctl.selection.divergence import overlap
@@ -290,7 +290,7 @@ class Selector(Controller):
         self.tally.pulls[arm] += 1
         outcome = Outcome(counts.committed, counts.accepted, counts.untrimmed, failed, overlaps, seconds[arm])
         entry = play.game.round_finished(arm, outcome)
-        play.seconds += seconds[arm] + entry.decide_us / 1e6
+        play.seconds += seconds[arm]
         play.tokens += counts.committed
         play.to_score |= play.game.due() > 0  # asked also for the last round of a text: the schedule counts all
         return entry
@@ -310,6 +310,8 @@ class Selector(Controller):
         self, state: DecodeState, b: int, play: ActiveText, policy: ContextualUcb, memory: PromptMemory
     ) -> None:
         """Begin a text: compute its prompt's features, and tell the policy the belief and the costs of switching."""
+        clock = work_clock(state.device)
+        began = clock()
         if play.label.seed != self._seed:  # the same prompts come again
             memory.forget()
             self._seed = play.label.seed
@@ -320,6 +322,7 @@ class Selector(Controller):
         policy.begin_text(play.belief, memory.should_try_drafts)
         if play.game.rules.reward == "surplus":
             policy.switch_cost = surplus_lost(self.catch_up_clock.mean, self.clock.rate, play.game.rules.depth)
+        play.seconds += clock() - began
 
     def _made(self, arm: int) -> TimedDraft:
         made = self.arms[arm].made
@@ -347,9 +350,10 @@ class Selector(Controller):
             play.to_score = False
         if self.scorer is None or not any(wanted):
             return {}
-        began = time.perf_counter()
+        clock = work_clock(state.device)
+        began = clock()
         scores = self.scorer.score(state, wanted)
-        self.tally.score_s.append(time.perf_counter() - began)
+        self.tally.score_s.append(clock() - began)
         for b in slots:  # all of the batch wait
             self.plays[state.rows[b]].seconds += self.tally.score_s[-1] / len(slots)
         self.tally.scored += sum(wanted)
@@ -372,6 +376,7 @@ class Selector(Controller):
             self._withdraw(play)
             game.ended()
         self.tally.decide_us.append(entry.decide_us)
+        play.seconds += entry.decide_us / 1e6
         play.rounds += 1
         if self.on_round is None:
             return

@@ -1,5 +1,7 @@
 """The `Selector` with real drafters: games, scores and sequences together."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.recipe import GameRecipe, PolicyRecipe
+from specctl.selection import controller as controller_module
 from specctl.selection.arms import Arm, plain_arm, taps_of
 from specctl.selection.assembly import Decoding, make_selector
 from specctl.selection.controller import ActiveText, PolicyInputs, Selector
@@ -162,6 +165,26 @@ def test_speedups_are_reported_only_with_a_timed_plain_round(target, pool, promp
     assert told[-1] > 0
     text = ActiveText(Label("q"), controller.new_game(None), 0, seconds=6.0, tokens=4)
     assert controller.relative_seconds(text) == 3.0
+
+
+@pytest.mark.parametrize("algo", ["cgp-ucb", "hedgespec"])
+def test_the_seconds_of_a_text_include_reading_its_prompt_and_scoring(target, prompts, algo, monkeypatch):
+    """Reading the prompt was left out, so the certified speed was too high. Scoring was timed with other processes'
+    work, and rounds without it."""
+    ticks, told = itertools.count(0, 1000), []
+    monkeypatch.setattr(controller_module, "work_clock", lambda device: lambda: next(ticks))
+    chooser = make_selector(
+        target,
+        [plain_arm(), Arm("lookup", Lookup(DEPTH))],
+        algo,
+        GameRecipe(),
+        lambda arms, label: registry.build(algo, arms, PolicyRecipe()),
+        Decoding(step=lambda: 0.01, seed=0, on_round=None),
+    )
+    chooser.on_text = told.append
+    (text,) = played(target, chooser, prompts[:1], [None])
+    seconds = told[0] * text.decoded_tokens * chooser.clock.mean[0]
+    assert seconds // 1000 == (len(chooser.tally.score_s) if algo == "hedgespec" else 1)
 
 
 def test_two_concurrent_texts_of_one_game_are_refused(target, pool, prompts):
