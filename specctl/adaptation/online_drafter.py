@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from specctl.adaptation.buffer import ReplayBuffer
-from specctl.adaptation.stream_learner import Lesson, StreamLearner, new_buffer
+from specctl.adaptation.stream_learner import Lesson, StreamLearner
 from specctl.adaptation.time_budget import TimeBudget
 from specctl.adaptation.updates import holdout
 from specctl.adaptation.updates.objective import Objective, seed_of, with_distributions
@@ -72,6 +71,7 @@ class OnlineDrafter(StreamLearner):
         autocast(self.trainable.module, self.training)
         if self.rule.optimizer == "muon":
             self._freeze_vocabulary()
+        self.read_taps = self.trainable.module.taps if isinstance(self.trainable, TrainableHead) else ()
         self.objective = Objective(self.trainable.module, self.trainable.loss, seed, self._prepare)
         self.trainable.store = self.buffer = self._new_buffer()
         self.learner = make_learner(self.objective, self.rule, self.objective.start())
@@ -92,10 +92,6 @@ class OnlineDrafter(StreamLearner):
         if not isinstance(self.trainable, TrainableHead):
             return batch
         return with_distributions(batch, self.trainable.target_head, self.trainable.module.squash)
-
-    def _new_buffer(self) -> ReplayBuffer:
-        taps = self.trainable.module.taps if isinstance(self.trainable, TrainableHead) else ()
-        return new_buffer(self.recipe, self.target, taps)
 
     def retarget(self, target: Target) -> None:
         checkpoint.check_target(self.trainable.config(), target)

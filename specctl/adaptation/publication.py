@@ -69,9 +69,12 @@ class Publisher:
     _probes: list[GenerationRequest] = field(default_factory=list)
     _probe_counters: list[DraftCounters] = field(default_factory=list)  # with the present version
 
-    def begin(self, drafter: Path) -> None:
-        """Publish the drafter that learning starts from. Raises EngineError if the engines refuse it."""
-        self._exchange(drafter)
+    def exchange(self, drafter: Path) -> None:
+        """Publish a drafter, untested, as the next version. Raises EngineError if the engines refuse it."""
+        self._number += 1
+        version = f"v{self._number:06d}"
+        self.write(drafter, self._directory(version))
+        self._publish(version)
 
     def propose(self, drafter: Path, newest: Sequence[ServedText]) -> Publication:
         """Publish a drafter, and put back the version before it if that one was better. Raises EngineError."""
@@ -82,7 +85,7 @@ class Publisher:
         before = self._run_probes()
         if self.restore_if_replaced(suspected=False):  # the measurement was of another drafter
             before = self._run_probes()
-        self._exchange(drafter)
+        self.exchange(drafter)
         version = self.version
         try:
             after = self._run_probes()
@@ -109,12 +112,6 @@ class Publisher:
             self._publish(self.version)
             self.restored += 1
         return replaced
-
-    def _exchange(self, drafter: Path) -> None:
-        self._number += 1
-        version = f"v{self._number:06d}"
-        self.write(drafter, self._directory(version))
-        self._publish(version)
 
     def _publish(self, version: str) -> None:
         self.engines.publish(self._directory(version), version)

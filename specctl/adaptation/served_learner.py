@@ -77,7 +77,7 @@ class ServedLearner:
     def begin(self, start: Path) -> None:
         """Publish the drafter to start from, unless an earlier version was restored."""
         if self.publishes and not self.publisher.version:
-            self.publisher.begin(start)
+            self.publisher.exchange(start)
         self._since = time.time()
 
     def learn(self, chunk: Sequence[ServedText], number: int, passed_over: int) -> ServedChunk:
@@ -132,7 +132,7 @@ class ServedLearner:
         must be served."""
         began = time.perf_counter()
         try:
-            return self.publisher.propose(self._saved(), newest)
+            return self.publisher.propose(self.online_drafter.save(self.place, {"mat": {}}), newest)
         except EngineError as error:
             if self.recipe.traffic.listen is None:
                 raise
@@ -168,9 +168,6 @@ class ServedLearner:
                 raise SpecctlError(problem, hint=hint)
             self.ended = True
             progress.warn(f"{problem} ({hint}): learning ends, but requests are still forwarded")
-
-    def _saved(self) -> Path:
-        return self.online_drafter.save(self.place, {"mat": {}})
 
     def save(self, start: Path) -> Path:
         """Write the learned drafter as a drafter directory."""

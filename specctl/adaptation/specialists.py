@@ -16,9 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from specctl import progress
-from specctl.adaptation.buffer import ReplayBuffer
 from specctl.adaptation.online_drafter import OnlineDrafter
-from specctl.adaptation.stream_learner import Lesson, StreamLearner, new_buffer
+from specctl.adaptation.stream_learner import Lesson, StreamLearner
 from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding.protocols import Controller, Drafter
@@ -30,7 +29,7 @@ from specctl.drafters.feature.layer import select_taps
 from specctl.drafters.names import labels, place_of
 from specctl.families import online_families
 from specctl.recipe import OnlineRecipe
-from specctl.selection.arms import PLAIN, Arm, plain_arm
+from specctl.selection.arms import PLAIN, Arm, plain_arm, taps_of
 from specctl.selection.assembly import Decoding, make_selector, plain_step, plays_for_seconds
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.game.rules import overridden_options
@@ -50,21 +49,21 @@ class Specialists(StreamLearner):
         lessons: lessons of the last chunk, for the specialists that had won a text.
     """
 
+    recipe: OnlineRecipe
+
     def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int):
         """Raises CheckpointError if a drafter of the pool is not for this target."""
         assert recipe.pool is not None
-        self._pool = recipe.pool
-        paths = labels([str(path) for path in pool.find_pool(recipe.pool)])
+        self._paths = {name: path for path, name in labels([str(path) for path in pool.find_pool(recipe.pool)]).items()}
         self.recipe, self.target, self.seed = recipe, target, seed
         self.online_drafters: dict[str, OnlineDrafter] = {}
         self.fixed: dict[str, Drafter] = {}
-        for path, name in paths.items():
+        for name, path in self._paths.items():
             if checkpoint.family(Path(path)) in online_families():
                 self.online_drafters[name] = OnlineDrafter(recipe, algo, target, seed, Path(path))
             else:
                 self.fixed[name] = pool.load_drafter(path, target, recipe.drafting)
-        taps = {tap for drafter in self._drafters().values() for tap in drafter.taps}
-        self._taps = tuple(sorted(taps))
+        self.read_taps = taps_of(self._drafters().values())
         self.buffer = self._new_buffer()
         self.learns = recipe.learner_of(algo).algo != "static"
         self.chunks = 0
@@ -83,13 +82,9 @@ class Specialists(StreamLearner):
         vars(self).pop("_step", None)
         for online_drafter in self.online_drafters.values():
             online_drafter.retarget(target)
-        paths = {name: path for path, name in labels([str(path) for path in pool.find_pool(self._pool)]).items()}
-        self.fixed = {name: pool.load_drafter(paths[name], target, self.recipe.drafting) for name in self.fixed}
+        self.fixed = {name: pool.load_drafter(self._paths[name], target, self.recipe.drafting) for name in self.fixed}
         self.buffer = self._new_buffer()
         self._selector = self._select()
-
-    def _new_buffer(self) -> ReplayBuffer:
-        return new_buffer(self.recipe, self.target, self._taps)
 
     def _drafters(self) -> dict[str, Drafter]:
         return {name: online_drafter.drafter for name, online_drafter in self.online_drafters.items()} | self.fixed

@@ -34,17 +34,18 @@ class Lesson:
     lag_chunks: int = 0  # lag: answered chunks not learned from yet
 
 
-def new_buffer(recipe: DrafterStreamRecipe, target: Target, taps: tuple[int, ...]) -> ReplayBuffer:
-    """An empty replay buffer of the recipe's size."""
-    options = recipe.buffer
-    return ReplayBuffer(target, taps, max_bytes=int(options.max_mb * 2**20), feedback=options.feedback)
-
-
 class StreamLearner(ABC):
     """A contender that learns from the texts it has drafted. The engine that decodes with its `controller` must call
-    `observe` after every round, and keep the target's hidden states if `keeps_hidden`."""
+    `observe` after every round, and keep the target's hidden states if `keeps_hidden`.
 
+    Attributes:
+        read_taps: the target's hidden states that the learning drafters read.
+    """
+
+    recipe: DrafterStreamRecipe
+    target: Target
     buffer: ReplayBuffer
+    read_taps: tuple[int, ...]
 
     @property
     @abstractmethod
@@ -88,9 +89,10 @@ class StreamLearner(ABC):
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Restore a `state`. Raises CheckpointError if it belongs to another learner."""
 
-    @abstractmethod
     def _new_buffer(self) -> ReplayBuffer:
         """An empty buffer for the present target."""
+        size, feedback = int(self.recipe.buffer.max_mb * 2**20), self.recipe.buffer.feedback
+        return ReplayBuffer(self.target, self.read_taps, max_bytes=size, feedback=feedback)
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:

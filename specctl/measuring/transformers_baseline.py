@@ -67,10 +67,6 @@ class TransformersBaseline:
             **{f"{PLAIN}+{name}": {"assistant_model": assistant} for name, assistant in assistants.items()},
         }
 
-    @property
-    def names(self) -> list[str]:
-        return [PLAIN, *self.assisted]
-
     def decode(self, prompt_ids: list[int], max_new_tokens: int, seed: int) -> dict[str, Decoded]:
         """Answer one prompt in every mode, plain first. The seed matters at temperature > 0."""
         plain = self._generate_one(prompt_ids, max_new_tokens, seed)

@@ -282,8 +282,8 @@ class Selector(Controller):
         play: ActiveText,
         counts: Counts,
         seconds: dict[int, float],
-        failed: bool = False,
-        overlaps: AnyArray | None = None,
+        failed: bool,
+        overlaps: AnyArray | None,
     ) -> Round:
         """Report the text's oldest unfinished round to the game; `seconds` by arm."""
         arm = play.chosen.popleft()

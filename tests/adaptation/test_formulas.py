@@ -75,7 +75,7 @@ def test_a_perfect_hint_bounds_the_regret_by_a_constant():
     for _ in range(300):
         g = torch.randn(3, generator=random, dtype=torch.float64) + vector(0.1, -0.1, 0.0)
         for kind, h in (("perfect", g), ("none", torch.zeros_like(g))):
-            suffered[kind] += float(g @ formulas.optimistic_play(w_hat, h, eta))
+            suffered[kind] += float(g @ formulas.descend(w_hat, h, eta))
         compared += float(g @ u)
         w_hat = formulas.descend(w_hat, g, eta)
     bound = float(u @ u) / (2 * eta)

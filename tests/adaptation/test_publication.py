@@ -52,7 +52,7 @@ def publisher(tmp_path):
             (place / "head").write_text(drafter)
 
         publisher = Publisher(engines, write, tmp_path / "versions", PublicationRecipe(**options))
-        publisher.begin("start")
+        publisher.exchange("start")
         return publisher
 
     return make

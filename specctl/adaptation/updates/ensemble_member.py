@@ -187,7 +187,7 @@ class EnsembleMember:
 
     def play(self, w_hat: Tensor, h: Tensor | None) -> Tensor:
         """w_t from ŵ_t and h_t."""
-        return w_hat if h is None else self._project(formulas.optimistic_play(w_hat, h, self.eta))
+        return w_hat if h is None else self._project(formulas.descend(w_hat, h, self.eta))
 
     def after(self, w_hat: Tensor, h: Tensor | None, t: int, g: Tensor) -> tuple[Tensor, Tensor | None, int]:
         """ŵ, h and t of the next round."""

@@ -44,13 +44,9 @@ def adam(g: Tensor, m: Tensor, v: Tensor, j: int, betas: tuple[float, float]) ->
     return direction, m, v
 
 
-def optimistic_play(w_hat: Tensor, h: Tensor, eta: float) -> Tensor:
-    """w_t = ŵ_t − η h_t, before projection (optimistic mirror descent, Rakhlin and Sridharan 2013)."""
-    return w_hat.sub(h, alpha=eta)
-
-
 def descend(w_hat: Tensor, g: Tensor, eta: float) -> Tensor:
-    """ŵ_{t+1} = ŵ_t − η g_t(w_t), before projection; this is OGD if ŵ is played (Zinkevich 2003)."""
+    """ŵ_t − η g, before projection. With g_t(w_t) it is ŵ_{t+1}; this is OGD if ŵ is played (Zinkevich 2003). With a
+    hint h_t it is the w_t of optimistic mirror descent (Rakhlin and Sridharan 2013)."""
     return w_hat.sub(g, alpha=eta)
 
 

@@ -111,7 +111,8 @@ class Game:
         """Reward of a round of plain decoding, which commits one token; infinite if it is to be timed now."""
         assert self.arms.plain is not None
         rounds = self.clock.n[self.arms.plain]
-        if self.rules.in_seconds and (rounds < TIMED or rounds * TIMED_EVERY < sum(self.clock.n)):
+        timed = rounds >= TIMED and rounds * TIMED_EVERY >= sum(self.clock.n)
+        if not timed and self.rules.reward in ("throughput", "surplus"):
             return inf
         # A draft makes no round shorter, so plain decoding is as fast as the fastest arm.
         outcome = Outcome(1, 0, overlap=np.zeros(0), seconds=min(self.clock.costs()))

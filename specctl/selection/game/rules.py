@@ -60,11 +60,6 @@ class Rules:
     step: float | None = None
 
     @property
-    def in_seconds(self) -> bool:
-        """Whether the rewards count the seconds of a round."""
-        return self.reward in ("throughput", "surplus")
-
-    @property
     def horizon(self) -> int:
         """Number of draft tokens that a loss counts: the scored depths, or, for throughput, all of a whole draft."""
         return self.longest if self.loss == "throughput" else self.depth
