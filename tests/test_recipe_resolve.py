@@ -49,7 +49,10 @@ def problems(*args, **kwargs) -> list[str]:
         ("no", "no"),
         ("on", "on"),
         ("true", True),
+        ("True", True),
+        ("FALSE", False),
         ("null", None),
+        ("Null", None),
         ("~", None),
         ("12:30:00", "12:30:00"),
         ("2024-01-01", "2024-01-01"),
@@ -63,6 +66,15 @@ def test_scalars_follow_yaml_1_2(text, value):
     read = yaml_file.scalar(text, "o")
     assert read == value
     assert type(read) is type(value)
+
+
+@pytest.mark.parametrize("value", ["no", "Off", "yes"])
+def test_a_template_argument_is_no_word_for_a_boolean(value):
+    """A template took the text "no" for true: `enable_thinking=no` switched the thinking on."""
+    (said,) = problems("distill", overrides=[f"target.chat_template_kwargs.enable_thinking={value}"])
+    assert said.endswith(f"enable_thinking: {value!r} is a text that templates take for true: write true or false")
+    (said,) = problems("distill", overrides=[f"resume={value}"])
+    assert said == f"resume={value}: should be true or false (got {value!r})"
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))

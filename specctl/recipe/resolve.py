@@ -400,6 +400,8 @@ def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
     location: KeyPath = error["loc"]
     origin = next((origins[location[:n]] for n in range(len(location), 0, -1) if location[:n] in origins), fallback)
     problem = error["msg"].removeprefix("Value error, ").removeprefix("Input ").strip()
+    if error["type"] == "bool_type":
+        problem = "should be true or false"
     if error["type"] == "string_pattern_mismatch":
         problem = f"should be {FORMS[error['ctx']['pattern']]}"
     given = error["input"]

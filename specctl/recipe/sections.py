@@ -18,6 +18,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -119,6 +120,15 @@ class TargetRecipe(Section):
     tensor_parallel: PositiveInt = 1  # number of slices; each process of torchrun holds one
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _no_words_for_booleans(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Refuse `enable_thinking: no`: in YAML 1.2 it is a text, and a template takes every text for true."""
+        for name, value in options.items():
+            if str(value).lower() in ("yes", "no", "on", "off"):
+                raise ValueError(f"{name}: {value!r} is a text that templates take for true: write true or false")
+        return options
 
     @model_validator(mode="after")
     def _one_device_or_a_map(self) -> TargetRecipe:

@@ -40,8 +40,8 @@ class _Loader(yaml.SafeLoader):
 
 
 for _tag, _pattern, _first in (
-    ("null", r"~|null|", ["~", "n", ""]),
-    ("bool", r"true|false", list("tf")),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
     ("float", r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+", list("-+.0123456789")),
     ("float", r"[-+]?\.inf|\.nan", list("-+.")),
