@@ -21,6 +21,8 @@ from specctl.errors import DataError, near_path, one_line
 
 MAX_LINE_BYTES = 8 << 20  # traces of agents have a few MiB
 POLL_S = 0.2  # seconds that a signal may wait while stdin is silent
+COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz"}
+"""First bytes of compressed files, and the commands that read them."""
 ARRAY = "if the file is a JSON array, `jq -c '.[]'` puts each element on a separate line"
 
 
@@ -171,8 +173,8 @@ def json_object(line: bytes | None) -> dict[str, Any]:
     """Parse a line's JSON object. ValueError says why there is none."""
     if line is None:
         raise ValueError(f"line longer than {MAX_LINE_BYTES >> 20} MiB; {ARRAY}")
-    if line.startswith(b"\x1f\x8b"):
-        raise ValueError("compressed with gzip: `gunzip` the file, or pipe `gunzip -c` of it into `-`")
+    if command := next((command for begin, command in COMPRESSED.items() if line.startswith(begin)), None):
+        raise ValueError(f"compressed: `{command}` the file, or pipe `{command} -c` of it into `-`")
     if line.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ValueError("UTF-16, not UTF-8: `iconv -f UTF-16 -t UTF-8` converts it")
     try:

@@ -3,7 +3,8 @@
 {"request": {"messages": […], …}, "response": {"choices": [{"message": {…}, "finish_reason": "stop"}], …}}
     a request to an OpenAI-compatible server with its response; both may be strings of JSON. Token ids in the response
     (vLLM's `return_token_ids`, the proxy of `specctl learn-from-server`) are used unchanged. The request may also be
-    `body`, as in OpenAI's batch files, or the row itself (`messages` beside `response`), and the response a text.
+    `body`, as in OpenAI's batch files, `proxy_server_request`, as LiteLLM stores it, or the row itself (`messages`
+    beside `response`), and the response a text.
 {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
 {"instruction": "…", "input": "…", "output": "…"}                                                       Alpaca
 {"prompt": "…", "response": "…"}
@@ -40,7 +41,7 @@ from specctl.distillation.messages import (
 from specctl.distillation.prompt_rows import ends_with_question
 from specctl.distillation.prompts import CHECKED_LINES
 from specctl.distillation.rejections import Rejections
-from specctl.distillation.traces import body_of, conversation_of, dialogue, keys_of
+from specctl.distillation.traces import body_of, conversation_of, dialogue, keys_of, list_of
 from specctl.engines import sglang, vllm
 from specctl.engines.records import GenerationRequest, GenerationResult, MalformedResponse
 from specctl.errors import ChatTemplateError, DataError
@@ -301,10 +302,12 @@ def _exchange(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if isinstance(given, str) and given.strip() and not given.lstrip().startswith("{"):
         answer = {"message": {"content": given}, "finish_reason": "stop"}
         row = row | {"response": {"choices": [answer]}}
-    asked = next((name for name in ("request", "body") if name in row), None)
+    asked = next((name for name in ("request", "body", "proxy_server_request") if name in row), None)
     if asked is None and "messages" not in row:
         raise ValueError("has a response, but no `request`, `body` or `messages`")
-    return row if asked is None else body_of(row, asked), body_of(row, "response")
+    parameters = row.get("model_parameters")  # of LiteLLM: temperature, tools and stop strings
+    request = row | (parameters if isinstance(parameters, dict) else {}) if asked is None else body_of(row, asked)
+    return request, body_of(row, "response")
 
 
 def _turn_from_exchange(request: dict[str, Any], response: dict[str, Any]) -> LoggedTurn:
@@ -380,9 +383,7 @@ def _turn_from_messages(request: dict[str, Any], response: dict[str, Any]) -> Lo
     message = choices[0].get("message")
     if not isinstance(message, dict):
         raise ValueError("its response is no chat: of a completion, only token ids (`return_token_ids`) can be used")
-    if not isinstance(request.get("messages"), list) or not request["messages"]:
-        raise ValueError("`messages` must be a non-empty list")
-    asked = conversation_with(request, request["messages"])
+    asked = conversation_with(request, list_of(request, "messages"))
     ends_with_question(asked.messages)
     answer = checked_messages([{**message, "role": "assistant"}])[0]
     cut = _stop(choices[0], request, calls="tool_calls" in answer) == "length"

@@ -24,7 +24,7 @@ from specctl.distillation.messages import (
     text_of,
 )
 from specctl.distillation.rejections import Rejections
-from specctl.distillation.traces import conversation_of, keys_of
+from specctl.distillation.traces import conversation_of, dialogue, keys_of
 from specctl.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -110,15 +110,16 @@ def _suite_row(row: Mapping[str, Any], domain: str, where: str, suite: bool) -> 
 
 def _conversation(row: Mapping[str, Any]) -> Conversation:
     """The conversation of a row; all other keys are ignored."""
-    if "prompt" in row:
-        if "messages" in row:
-            raise ValueError("needs either `prompt` or `messages`, has both")
-        if not isinstance(row["prompt"], str):
-            raise ValueError(f"`prompt` must be a string, got {type(row['prompt']).__name__}")
-        return conversation_with(row, [{"role": "user", "content": row["prompt"]}])
+    prompt = row.get("prompt")
+    if "prompt" in row and "messages" not in row and not isinstance(prompt, list):
+        if not isinstance(prompt, str):
+            raise ValueError(f"`prompt` must be a string, got {type(prompt).__name__}")
+        return conversation_with(row, dialogue(prompt, None))
     conversation = conversation_of(row)
     if conversation is None:
         raise ValueError(f"needs `prompt`, `messages`, `turns`, `conversations` or `instruction`, but {keys_of(row)}")
+    if isinstance(prompt, str) and prompt not in map(text_of, conversation.messages):  # UltraChat has it in both
+        raise ValueError("needs either `prompt` or `messages`, has both")
     return conversation
 
 

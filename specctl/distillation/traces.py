@@ -2,10 +2,13 @@
 
 {"messages": […], "tools": […]}                                  OpenAI; `messages` may be a string of JSON (SWE-smith)
 {"conversations": [{"from": "human", "value": "…"}, …]}          ShareGPT, Hermes function calling
+{"conversation": [{"role": "user", "content": "…"}, …]}          LMSYS-Chat-1M, WildChat
 {"system": "…", "conversations": […], "tools": "[…]"}            ToolACE, APIGen-MT, LLaMA-Factory
 {"conversations": [{"role": "user", "content": "…"}, …]}         SpecForge
 {"query": "…", "answers": "[{…}]", "tools": "[…]"}               xLAM
 {"instruction": "…", "input": "…", "output": "…"}                Alpaca; `context` is another name of `input` (Dolly)
+{"prompt": [{"role": "user", "content": "…"}], "completion": […]}   TRL; verl has the prompt alone
+{"input": […], "output": {…}}                                    generations that Langfuse exports
 {"request": {"messages": […]}, …}                                a logged request, without its response
 {"body": {"messages": […]}, …}                                   a line of OpenAI's batch files
 {"trajectory": [{"role": "ai", "text": "…"}, …]}                 SWE-agent trajectories; also with OpenAI's messages
@@ -41,32 +44,41 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation | None:
     is wrong with it."""
     agent = False
     if "messages" in row:
-        messages = _list(row, "messages")
-    elif "conversations" in row:
-        messages = [_from_conversation(part) for part in _list(row, "conversations")]
+        messages = list_of(row, "messages")
+    elif name := next((name for name in ("conversations", "conversation") if name in row), None):
+        messages = [_from_conversation(part) for part in list_of(row, name)]
         system = row.get("system")
         if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
     elif name := next((name for name in ("history", "trajectory") if name in row), None):
-        messages, agent = [_from_step(step) for step in _list(row, name)], True
+        messages, agent = [_from_step(step) for step in list_of(row, name)], True
     elif {"query", "answers"} <= row.keys():
         calls = {"role": "assistant", "content": None, "tool_calls": _parsed(row["answers"], "`answers`")}
         messages = [{"role": "user", "content": row["query"]}, calls]
     elif "instruction" in row:
         question = "\n\n".join(str(row[key]) for key in ("instruction", "input", "context") if row.get(key))
         messages = dialogue(question, row.get("output"))
+    elif {"input", "output"} <= row.keys():
+        asked, answer = _json_or_text(row["input"]), _json_or_text(row["output"])
+        if isinstance(asked, dict):  # a request, with its tools
+            row, asked = asked, list_of(asked, "messages")
+        messages = dialogue(asked or "", [answer] if isinstance(answer, dict) else answer)
+    elif isinstance(row.get("prompt"), list):
+        messages = dialogue(list_of(row, "prompt"), row.get("completion"))
     elif "request" in row or isinstance(row.get("body"), dict):
         row = body_of(row, "request" if "request" in row else "body")
-        messages = _list(row, "messages")
+        messages = list_of(row, "messages")
     else:
         return None
     return conversation_with(row, messages, agent=agent)
 
 
 def dialogue(question: Any, answer: Any) -> list[dict[str, Any]]:
-    """The messages of a question and its answer, without an empty answer."""
-    answered = [] if answer in (None, "") else [{"role": "assistant", "content": answer}]
-    return [{"role": "user", "content": question}, *answered]
+    """The messages of a question and its answer, without an empty answer. Both may be lists of messages already."""
+    asked = question if isinstance(question, list) else [{"role": "user", "content": question}]
+    if isinstance(answer, list):
+        return [*asked, *answer]
+    return [*asked, *([] if answer in (None, "") else [{"role": "assistant", "content": answer}])]
 
 
 def keys_of(row: Mapping[str, Any]) -> str:
@@ -84,7 +96,8 @@ def body_of(row: Mapping[str, Any], key: str) -> dict[str, Any]:
     return body
 
 
-def _list(row: Mapping[str, Any], key: str) -> list[Any]:
+def list_of(row: Mapping[str, Any], key: str) -> list[Any]:
+    """A list in a row, which may be written as a string of JSON. ValueError if there is none, or an empty one."""
     value = row.get(key)
     value = _parsed(value, f"`{key}`") if isinstance(value, str) and value.lstrip()[:1] == "[" else value
     if not isinstance(value, list) or not value:
@@ -94,6 +107,14 @@ def _list(row: Mapping[str, Any], key: str) -> list[Any]:
 
 def _parsed(value: Any, what: str) -> Any:
     return parsed_json(value, what) if isinstance(value, str) else value
+
+
+def _json_or_text(value: Any) -> Any:
+    """A value from a table, where lists and objects are strings of JSON."""
+    try:
+        return parsed_json(value, "") if isinstance(value, str) and value.startswith(("[", "{")) else value
+    except ValueError:
+        return value
 
 
 def _from_conversation(part: Any) -> Any:

@@ -12,6 +12,7 @@ from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation import logs, store
 from specctl.distillation.logs import LoggedTurn, turns
+from specctl.distillation.prompt_rows import prompts_of_row
 from specctl.distillation.rejections import Rejections
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
@@ -44,12 +45,30 @@ LOGGED = {
         {"instruction": ASK["content"], "input": "", "output": SAY["content"]},
         {"prompt": ASK["content"], "response": SAY["content"]},
         {"prompt": ASK["content"], "completion": SAY["content"]},
+        {"prompt": [ASK], "completion": [SAY]},
+        {"conversation": [ASK, SAY], "conversation_id": "1"},
+        {"messages": json.dumps([ASK]), "response": json.dumps(LOGGED["response"])},
+        {"messages": {}, "proxy_server_request": LOGGED["request"], "response": LOGGED["response"]},
+        {"input": [ASK], "output": SAY, "type": "GENERATION"},
+        {"input": json.dumps({"messages": [ASK], "tools": []}), "output": json.dumps(SAY)},
+        {"input": ASK["content"], "output": SAY["content"]},
     ],
 )
 def test_one_response_in_many_formats(row):
+    """Exports of LiteLLM and Langfuse, and data sets of TRL, LMSYS and WildChat, used to be refused."""
     (turn,) = turns(row)
     assert turn[:3] == LoggedTurn([ASK], SAY["content"])[:3]
     assert turn.id == LoggedTurn([ASK], SAY["content"]).id
+    if "proxy_server_request" not in row:  # its `messages` are empty
+        assert [prompt.messages for prompt in prompts_of_row(row, "chat")] == [[ASK]]
+
+
+def test_parameters_of_litellm_are_read():
+    """A text that ended at a stop string was learned with an end token, and its tools were lost."""
+    tool = {"type": "function", "function": {"name": "look"}}
+    parameters = {"temperature": 0.7, "stop": ["\n"], "tools": [tool]}
+    (turn,) = turns({"messages": [ASK], "response": LOGGED["response"], "model_parameters": parameters})
+    assert (turn.cut, turn.temperature, turn.tools) == (True, 0.7, [tool])
 
 
 def test_every_choice_is_a_response():

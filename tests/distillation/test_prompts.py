@@ -32,7 +32,8 @@ BAD = {
     b'{"prompt": ': "not JSON",
     b'["prompt"]': "expected a JSON object, got list; if the file is a JSON array, `jq -c '.[]'`",
     b"[": "the line alone is not JSON; if the file is a JSON array, `jq -c '.[]'`",
-    b"\x1f\x8b\x08\x00": "compressed with gzip",
+    b"\x1f\x8b\x08\x00": "`gunzip -c`",
+    b"\x28\xb5\x2f\xfd": "`unzstd -c`",
     b'"prompt"': "expected a JSON object, got str",
     b'{"prompt": 3}': "`prompt` must be a string, got int",
     b'{"prompt": ""}': "empty prompt",
@@ -42,7 +43,10 @@ BAD = {
     b'{"prompt": "\xff\xfe"}': "not UTF-8 at byte 12",
     b"\x00\x00": "not JSON",
     b'{"question": "x"}': "needs `prompt`, `messages`, `turns`, `conversations` or `instruction`, but has `question`",
-    b'{"prompt": "x", "messages": []}': "has both",
+    b'{"prompt": "x", "messages": [{"role": "user", "content": "y"}]}': "has both",
+    b'{"prompt": []}': "`prompt` must be a non-empty list",
+    b'{"prompt": [{"text": "x"}]}': "`role` and `content`",
+    b'{"input": [], "output": ""}': "empty prompt",
     b'{"messages": []}': "non-empty list",
     b'{"messages": "x"}': "non-empty list",
     b'{"messages": ["x"]}': "`role` and `content`",
@@ -173,7 +177,7 @@ def test_binary_cells_are_read_as_text(tmp_path):
         ("p.txt", b'[\n{"prompt": "x"}\n]', "JSON array"),
         ("p.txt", b'[{"prompt": "x"}]', "JSON array"),
         ("p.txt", b"caf\xe9\n", "not UTF-8 at byte 3"),
-        ("p.txt", b"\x1f\x8b\x08\x00", "compressed with gzip"),
+        ("p.txt", b"\x1f\x8b\x08\x00", "compressed: `gunzip`"),
         ("p.csv", b"", "no prompts in"),
         ("p.txt", b"\n\n", "no prompts in"),
     ],
@@ -353,7 +357,7 @@ def test_every_missing_file_is_named_before_reading(tmp_path):
     [
         (b"", "no prompts in"),
         (b"\xff\xfe", r"p\.jsonl:1: UTF-16, not UTF-8"),
-        (gzip.compress(GOOD, mtime=0), r"p\.jsonl:1: compressed with gzip"),
+        (gzip.compress(GOOD, mtime=0), r"p\.jsonl:1: compressed: `gunzip`"),
         (b'{"prompt":"\x01"}\n', "Invalid control character at column 12"),
         (None, "p.jsonl are a directory"),
     ],
@@ -515,6 +519,13 @@ def test_the_limit_of_a_suite_applies_per_category(tmp_path):
     assert [prompt.domain for prompt in found] == ["qa"] * 3 + ["rag"] * 3 + ["math"] * 3
     more = read_prompts(data(file, limit=5), "question", sample=True, suite=True)
     assert found[:3] == more[:3], "a smaller limit is no longer the beginning of a larger one"
+
+
+def test_a_prompt_beside_its_messages_is_read_once():
+    """Every row of UltraChat repeats the first message as `prompt`, and used to be refused."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    prompt = parse_line(row({"prompt": "Hi", "messages": messages}), "chat")
+    assert (prompt.messages, prompt.reference) == (messages[:1], "Hello.")
 
 
 def test_a_hub_data_set_is_read(tmp_path):
