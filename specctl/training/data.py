@@ -214,8 +214,8 @@ def _share(key: str) -> float:
 def load_text(path: Path, target: TargetText, max_length: int, held_out: float, prompts: int) -> Corpus:
     """Read general text as training examples: JSONL with `text`, or plain text with a blank line between documents.
 
-    Documents are cut into pieces of `max_length` tokens. Some documents are held out; their first tokens serve as
-    prompts.
+    Documents are cut into pieces of `max_length` tokens. Some documents are held out, unless that would be all of them;
+    their first tokens serve as prompts.
 
     Raises DataError: the file is unreadable, a line has no `text`, or no document has three tokens or more.
     """
@@ -232,6 +232,9 @@ def load_text(path: Path, target: TargetText, max_length: int, held_out: float, 
             piece = ids[start : start + max_length]
             if len(piece) >= 3:
                 examples.append(Example(len(examples), f"{path.name}:{number}", array("i", piece), 1))
+    if aside and not examples:  # such as a single document
+        warn(f"all documents of {path} would be held out: they are trained on instead, and mat is not measured")
+        return load_text(path, target, max_length, held_out, prompts=0)
     if not examples:
         raise DataError(
             f"{path} contains no text of three or more tokens", 'give lines such as {"text": "…"}, or plain text'
@@ -243,7 +246,8 @@ def _documents(path: Path) -> Iterator[str]:
     try:
         content = regular_files.read_bytes(path)
         if path.suffix not in (".jsonl", ".json"):
-            yield from (text for text in content.decode("utf-8-sig").split("\n\n") if text.strip())
+            texts = content.decode("utf-8-sig").replace("\r\n", "\n").split("\n\n")
+            yield from (text for text in texts if text.strip())
             return
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read text from {path}: {error}") from error

@@ -108,6 +108,16 @@ def test_text_files_are_cut_and_partly_held_out(target, tmp_path):
     assert [len(e.tokens) for e in found[1].train] == pytest.approx([len(e.tokens) for e in found[0].train], abs=1)
 
 
+def test_a_single_document_is_trained_on(target, tmp_path):
+    """Its first document is held out: a book, or any file with line ends of Windows, had "no text"."""
+    (tmp_path / "book.txt").write_text("It was a long day, and nobody said a word. " * 8)
+    corpus = load_text(tmp_path / "book.txt", target, 50, 0.02, 2)
+    assert corpus.held_out == [] and sum(len(example.tokens) for example in corpus.train) > 32
+    (tmp_path / "two.txt").write_bytes(b"It was a long day. " * 8 + b"\r\n\r\n" + b"Nobody said a word. " * 8)
+    corpus = load_text(tmp_path / "two.txt", target, 500, 0.02, 2)
+    assert (len(corpus.held_out), len(corpus.train)) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("content", "says"), [('{"prompt": "x"}', ":1: no `text`"), ("{", ":1: not JSON"), ("", "no text")]
 )
