@@ -46,6 +46,8 @@ class RunState:
     place: Count = 0  # batches of the epoch that were trained with this number of processes
     # Earlier in the epoch, with other numbers of processes: (processes, batches).
     taken: list[tuple[Count, Count]] = field(default_factory=list)
+    first: Count = 0  # step at which the number of processes changed last
+    begun: Amount = 0.0  # share of the schedule that was done then
     tokens: Count = 0
     seconds: Amount = 0.0  # in training steps, summed over all resumes
     loss: float = math.nan

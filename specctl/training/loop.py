@@ -110,7 +110,7 @@ class Trainer:
         self.rank, self.world = rank, world
         self.work = trainable.work(corpus.train, world)
         self.batch_tokens = batch_tokens(recipe, target, sum(text.response_length for text in corpus.train))
-        self.schedule = Schedule.of(recipe, target, len(self._batches_without(0, world)))
+        self.schedule = self._schedule(world)
         self.epoch: list[Batch] = []  # batches of the epoch under way
         self.params = sum(parameter.numel() for parameter in trainable.module.parameters())
         self.engine = make_engine(trainable.module, recipe, self.schedule.peak)
@@ -129,6 +129,7 @@ class Trainer:
             self.state = replace(there, made_of=self.state.made_of, world=self.world)
             if there.world != self.world:
                 self._redistribute_epoch(path, there)
+            self.schedule = self.schedule.after(self.state.first, self.state.begun)
             self.run.resume_from(Path(self.state.run), self.state.metrics)
             log(f"resumed from step {self.state.step}")
         self.run.annotate(target=self.target.identity)
@@ -241,8 +242,11 @@ class Trainer:
         self.state.epoch, self.state.place, self.state.taken, self.epoch = self.state.epoch + 1, 0, [], []
 
     def _redistribute_epoch(self, path: Path, there: RunState) -> None:
-        """Continue with the texts of the epoch that the checkpoint's processes have not trained on yet."""
+        """Continue with the texts of the epoch that the checkpoint's processes have not trained on yet. The steps have
+        another size now, so the learning rate follows the share of the run that was done."""
         self.state.taken, self.state.place = [*there.taken, (there.world, there.place)], 0
+        done = self._schedule(there.world).after(there.first, there.begun).done(there.step)
+        self.state.first, self.state.begun = there.step, done
         warn(
             f"WORLD_SIZE was {there.world} when {path} was written and is {self.world} now: "
             "the rest of the epoch is distributed again"
@@ -291,6 +295,10 @@ class Trainer:
         left = drop_seen(balanced_rows(self.corpus.train, world, work), seen)
         limits = self.batch_tokens, self.recipe.piece_length
         return batches(left, *limits, seed=self.recipe.data.seed, epoch=epoch) if left else []
+
+    def _schedule(self, world: int) -> Schedule:
+        """The schedule of a run that has `world` processes from its start."""
+        return Schedule.of(self.recipe, self.target, len(self._batches_without(0, world)))
 
     def _check_gradients(self) -> None:
         """Check the gradients before the update if every process holds whole gradients."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specctl.decoding.target import Target
 from specctl.families import FAMILIES
@@ -51,7 +51,10 @@ def sampled_softmax(recipe: TrainRecipe, target: Target) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Limits and learning rate of a run: at most `steps` optimizer steps and `seconds` of training (inf = no limit)."""
+    """Limits and learning rate of a run: at most `steps` optimizer steps and `seconds` of training (inf = no limit).
+
+    The share `begun` was done in the first `first` steps, with other numbers of processes.
+    """
 
     steps: int
     seconds: float
@@ -59,6 +62,8 @@ class Schedule:
     floor: float
     warmup: float
     shape: str
+    first: int = 0
+    begun: float = 0.0
 
     @classmethod
     def of(cls, recipe: TrainRecipe, target: Target, steps_per_epoch: int) -> Schedule:
@@ -69,6 +74,14 @@ class Schedule:
         seconds = recipe.max_minutes * 60 if recipe.max_minutes else math.inf
         return cls(steps, seconds, peak, options.final_lr, options.warmup, options.schedule)
 
+    def after(self, first: int, begun: float) -> Schedule:
+        """The schedule of a run that has done the share `begun` in `first` steps of another length."""
+        return replace(self, steps=first + math.ceil((1 - begun) * self.steps), first=first, begun=begun)
+
+    def done(self, step: int) -> float:
+        """Share of the run that is done after `step` steps."""
+        return self.begun + (1 - self.begun) * (step - self.first) / max(1, self.steps - self.first)
+
     def ended(self, step: int, seconds: float) -> bool:
         return step >= self.steps or seconds >= self.seconds
 
@@ -78,7 +91,7 @@ class Schedule:
         With a time limit, the schedule follows the larger of two shares, steps done and time used, so it always reaches
         its end.
         """
-        done = min(1.0, max(step / self.steps, seconds / self.seconds))
+        done = min(1.0, max(self.done(step), seconds / self.seconds))
         if done < self.warmup:
             return min(1.0, max(done, 1 / self.steps) / self.warmup)
         left = 1 - (done - self.warmup) / max(1 - self.warmup, 1e-9)

@@ -1,6 +1,7 @@
 """A training resumes with another number of processes: optimizer state and epoch are divided again."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -85,8 +86,8 @@ def trainer_of(distilled, target, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     (tmp_path / "run").mkdir()
 
-    def make(world):
-        options = dict(features=FeatureRecipe(mode="online"), resume=True, batch_tokens=64, max_steps=100)
+    def make(world, **changes):
+        options = dict(features=FeatureRecipe(mode="online"), resume=True, batch_tokens=64, max_steps=100) | changes
         real = loop.start_processes
         with monkeypatch.context() as patched:
             patched.setattr(loop, "start_processes", lambda device: (real(device)[0], world))
@@ -134,6 +135,30 @@ def test_every_text_is_seen_once_in_an_epoch_resumed_with_other_process_counts(t
     assert sorted(advance(trainer, len(trainer.batches(1)))) == every
     told = capsys.readouterr().err
     assert "WORLD_SIZE was 2" in told and "is 1 now: the rest of the epoch is distributed again" in told
+
+
+def test_the_schedule_follows_the_share_that_other_processes_have_done(trainer_of):
+    """With eight processes every step has eight texts. A run that resumed with eight counted the small steps of one
+    process as such steps: it ended early, and its learning rate fell at once."""
+
+    def resumed(world, steps):
+        trainer = trainer_of(world, max_steps=None, epochs=4)
+        advance(trainer, steps)
+        state = portable_state.collect(trainer.engine)
+        checkpoint.save_tensors(trainer.checkpoints, trainer.state.step, vars(trainer.state), state, keep=1)
+        return trainer
+
+    alone = resumed(1, 4).schedule
+    trainer = resumed(8, 2)
+    plain, many = trainer._schedule(8), trainer.schedule
+    assert plain.steps < alone.steps / 2
+    assert (alone.first, alone.begun, many.first, many.begun) == (0, 0, 4, 4 / alone.steps)
+    assert many.steps == 4 + math.ceil((1 - many.begun) * plain.steps)
+    assert many.done(many.steps) == 1
+    assert resumed(8, 1).schedule == many
+    again = resumed(1, 0).schedule
+    assert (again.first, again.begun) == (7, many.done(7))
+    assert again.steps == 7 + math.ceil((1 - again.begun) * alone.steps)
 
 
 def test_a_finished_epoch_is_not_resumed(trainer_of):
