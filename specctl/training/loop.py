@@ -134,7 +134,7 @@ class Trainer:
             log(f"resumed from step {self.state.step}")
         self.run.annotate(target=self.target.identity)
         store, recipe = self.trainable.store, self.recipe
-        if store is not None and self.state.step < self.schedule.steps:
+        if store is not None and not self.schedule.ended(self.state.step, self.state.seconds):
             texts, features = self.corpus.train, recipe.features
             if features.mode == "stream":
                 features = store.open_stream(texts, features, self._upcoming(), self.world).held_out_recipe()

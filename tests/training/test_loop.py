@@ -32,6 +32,7 @@ from specctl.recipe import (
 from specctl.runs import Run
 from specctl.training import loop
 from specctl.training.data import load_corpus
+from specctl.training.features import FeatureStore
 from specctl.training.outcome import held_out_acceptance
 from tests.training import small
 from tests.training.small import metrics, train
@@ -69,6 +70,15 @@ def test_a_run_ended_by_max_minutes_says_so(distilled, tmp_path, capsys, max_ste
     assert result.steps == 1 and len(told) == 1
     assert told[0].startswith("warning: ") == bool(max_steps)
     assert "after 1 of 6 steps" in told[0] or max_steps is None
+
+
+def test_a_run_that_its_time_has_ended_computes_no_features_again(distilled, tmp_path, monkeypatch):
+    """A resumed run without a step to make computed the features of all texts, and then measured its drafter."""
+    options = dict(max_minutes=1e-6, eval=HeldOutRecipe(prompts=1, max_new_tokens=2))
+    (made, again) = (recipe(distilled, tmp_path, resume=resume, **options) for resume in (False, True))
+    train(made, tmp_path)
+    monkeypatch.delattr(FeatureStore, "prepare")
+    assert train(again, make(tmp_path / "again")).steps == 1
 
 
 def test_the_slowest_clock_counts_for_all_processes(distilled, tmp_path, monkeypatch):
