@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ from specctl.errors import RecipeError
 from specctl.recipe import TrainRecipe
 from specctl.training.optimizers import make_optimizer
 
+FP16_SCALE = 1024.0  # of gradients in fp16, which has no numbers below 6e-8
 PATIENCE = timedelta(minutes=30)  # time that processes wait for the slowest, which may be computing features
 
 
@@ -69,12 +70,30 @@ def autocast(module: nn.Module, recipe: TrainRecipe) -> None:
     """Run the module's matrix products in the recipe's precision; weights and residual stream are fp32.
 
     The autocast is inside the module. On a GPU, DeepSpeed switches off an autocast that is missing in its own
-    configuration. If its configuration has one, DeepSpeed reduces gradients in that precision, too.
+    configuration. If its configuration has one, DeepSpeed reduces gradients in that precision, too. In fp16 the
+    gradients inside the module are `FP16_SCALE` times as large, and those of the parameters are not.
     """
     device = next(module.parameters()).device
     dtype = pick_dtype(recipe.precision, device)
     cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     module.forward = cast(module.forward)
+    if dtype == torch.float16:
+        module.forward = _with_scaled_gradients(module.forward)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient / FP16_SCALE)
+
+
+def _with_scaled_gradients(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that returns (loss, …), with larger gradients in all that it computes."""
+
+    def scaled(*inputs: Any) -> Any:
+        loss, *rest = forward(*inputs)
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * FP16_SCALE)
+        return loss, *rest
+
+    return scaled
 
 
 def engine_config(recipe: TrainRecipe) -> dict[str, Any]:
