@@ -170,6 +170,8 @@ def _generate(
     done = ChainMap(store.done, responses.dropped)
     there = [done.get(owed.id) for owed in planned.planned()]
     total, pending = sum(length or 0 for length in there), there.count(None)
+    if budget is not None and total >= budget:
+        return 0
     generated, started = 0, time.perf_counter()
     progress.log(estimate(recipe, planned, pending))
     with progress.track(f"distil {label(recipe.data.domain)}", total=pending, unit="responses") as bar:

@@ -187,6 +187,13 @@ def test_a_budget_ends_at_the_same_response_after_any_torn_write(questions, tmp_
         assert list(store.read(tmp_path / "whole")) == rows
 
 
+def test_a_budget_that_is_used_up_decodes_nothing(questions, tmp_path, monkeypatch):
+    """A resumed run decoded a batch, and noted its loops among the filtered responses."""
+    whole = go(questions, tmp_path / "whole", max_response_tokens=200)
+    monkeypatch.delattr(generate, "stream")
+    assert go(questions, tmp_path / "whole", max_response_tokens=200, resume=True).responses == whole.responses
+
+
 def test_repeated_kills_end_with_the_undisturbed_result(questions, tmp_path):
     go(questions, tmp_path / "whole")
     context, moments = multiprocessing.get_context("fork"), random.Random(1)
