@@ -50,6 +50,7 @@ class Stdout(Stderr):
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    _read_words_as_utf8()
     gc.disable()  # imported modules stay in use; `cli.command.search_for_cycles` ends this
     codes: list[int] = []
     atexit.register(_end, codes)  # the first to be registered is the last to be called
@@ -66,6 +67,13 @@ def main() -> None:
         sys.exit(getattr(shown, "exit_code", 130))
     codes.append(run(sys.argv[1:]))
     sys.exit(codes[0])
+
+
+def _read_words_as_utf8() -> None:
+    """Start again in Python's UTF-8 mode if the locale's encoding lacks characters of the command line. Python has then
+    decoded them byte by byte, to surrogates, which no message could show."""
+    if not sys.flags.utf8_mode and any("\udc80" <= char <= "\udcff" for char in "".join(sys.argv)):
+        os.execv(sys.executable, [sys.orig_argv[0], "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def _end(codes: list[int]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -263,12 +265,23 @@ def show(command: str, recipe: CommandRecipe, steps: list[str], **more: Any) -> 
     """Print the answer to --dry-run: the steps, the resolved recipe, and the fields `more` for --json."""
     resolved = recipe.model_dump(mode="json")
     document = {"command": command, "dry_run": True, "steps": redacted(steps), **more, "recipe": resolved}
-    output.result(document, _plan, brief=command)
+    output.result(document, partial(_plan, recipe=recipe), brief=command)
 
 
-def _plan(document: dict[str, Any]) -> str:
+def _plan(document: dict[str, Any], recipe: CommandRecipe) -> str:
+    """Render the steps, then the keys that differ from their defaults, or all keys with -v."""
     import yaml
+    from pydantic import ValidationError
 
+    keys, title, end = document["recipe"], "all keys:", ""
+    if not output.verbose:
+        defaults = type(recipe).model_construct()
+        with suppress(ValidationError):  # some commands need a key
+            defaults = type(recipe)()  # `reason` sets some keys itself
+        unchanged = {name for name in type(recipe).model_fields if getattr(recipe, name) == getattr(defaults, name)}
+        keys = recipe.model_dump(mode="json", exclude_defaults=True, exclude=unchanged)
+        title = "keys that differ from their defaults:" if keys else "all keys have their defaults"
+        end = "\n--dry-run -v lists all keys; key=value sets one"
     steps = "\n".join(f"{number}. {cell(step)}" for number, step in enumerate(document["steps"], 1))
-    recipe = yaml.safe_dump(document["recipe"], sort_keys=False, allow_unicode=True)
-    return f"{steps}\n\n{cell(recipe.rstrip())}"
+    shown = "\n" + cell(yaml.safe_dump(keys, sort_keys=False, allow_unicode=True).rstrip()) if keys else ""
+    return f"{steps}\n\n{title}{shown}{end}"

@@ -52,7 +52,13 @@ Quiet = Annotated[
 ]
 Verbose = Annotated[
     bool,
-    typer.Option("-v", "--verbose", metavar=options.SWITCH, help="Library logs and tracebacks.", rich_help_panel=PANEL),
+    typer.Option(
+        "-v",
+        "--verbose",
+        metavar=options.SWITCH,
+        help="Library logs, tracebacks; all keys of --dry-run.",
+        rich_help_panel=PANEL,
+    ),
 ]
 Recipe = Annotated[
     str | None, typer.Option("--recipe", metavar="FILE", help="YAML file, or a name from `specctl recipes ls`.")
@@ -129,7 +135,7 @@ def recipe_command(
         run.__doc__ = function.__doc__
         RECIPE_COMMANDS[name] = function
         keys = f"{operand.metavar or operand.key.upper()} KEY=VALUE" if operand else "KEY=VALUE"  # shown in [ ]...
-        overrides = "Keys of the recipe, such as target.dtype=fp32: --dry-run lists them all."
+        overrides = "Keys of the recipe, such as target.dtype=fp32: --dry-run -v lists them all."
         help = f"{operand.meaning} {overrides}" if operand else overrides
         operands = Annotated[list[str] | None, typer.Argument(metavar=keys, help=help, show_default=False)]
         _set_signature(

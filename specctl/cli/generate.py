@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FLAGS = ("drafter", *TARGET, *SAMPLING, "save_outputs", "output_dir", "overwrite")
 NUMBERS = (
     *("drafter", "tokens", "mat", "accept_rate", "tokens_per_s", "vanilla_tokens_per_s", "speedup", "identical"),
-    "run_dir",
+    *("machine", "run_dir"),
 )
 
 
@@ -52,8 +52,7 @@ def prompt_of(recipe: GenerateRecipe) -> str:
                 text = file.read().decode("utf-8-sig")
         else:
             text = recipe.prompt
-            if any("\ud800" <= char <= "\udfff" for char in text):  # bytes that the locale's encoding lacks
-                text = os.fsencode(text).decode()
+            text.encode()  # bytes that are not UTF-8 have become surrogates
     except UnicodeError:
         raise DataError("the prompt is not UTF-8") from None
     if os.path.isfile(text):

@@ -71,7 +71,10 @@ def warm_up_steps(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[A
     return [
         checks.check_target(recipe.target, starts),
         *(f"distill {missing.data.limit} prompts of {', '.join(missing.data.domain)}" for missing in data.values()),
-        *(f"train a drafter of family {one.arch} on them, and write it to {one.output}" for one in first),
+        *(
+            f"train {one.output}, of family {one.arch}, on responses to prompts of {one.data.domain[0]}"
+            for one in first
+        ),
     ]
 
 

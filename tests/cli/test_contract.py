@@ -557,6 +557,14 @@ def test_text_that_stdout_cannot_encode_is_escaped():
         assert (code, json.loads(shown)["error"]["message"]) == (2, f"{path} is not a directory")
 
 
+def test_a_locale_without_utf8_changes_no_word_of_the_command_line():
+    """Python decodes the words byte by byte there. Messages used to show surrogates, only prompts were read right."""
+    _, _, said = ended("guide näß", LC_ALL="C", PYTHONUTF8="0")
+    assert said.startswith("error: no guide 'näß' ")
+    code, _, said = ended("guide $'\\xff'", LC_ALL="C", PYTHONUTF8="0")  # not UTF-8: it starts only once again
+    assert code == 2 and said.startswith("error: no guide '\\udcff' ")
+
+
 def test_python_without_docstrings_is_refused():
     code, _, said = ended("domains ls", PYTHONOPTIMIZE="2")
     assert code == 2 and said.startswith("error: ") and len(said.splitlines()) == 1

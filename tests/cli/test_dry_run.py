@@ -41,6 +41,16 @@ def test_every_recipe_can_be_dry_run(specctl, workplace, name):
     assert sorted(workplace.rglob("*")) == before
 
 
+def test_a_plan_shows_only_the_keys_that_differ_from_their_defaults(specctl):
+    """It used to print all of them, up to 120 lines, below the few steps."""
+    end = "--dry-run -v lists all keys; key=value sets one\n"
+    plan = specctl.ok("eval", "--drafter", "lookup", "sampling.top_k=5", "--dry-run").out
+    shown = "keys that differ from their defaults:\nsampling:\n  top_k: 5\ndrafters:\n- lookup\n"
+    assert plan.endswith(f"\n\n{shown}{end}")
+    assert specctl.ok("reason", "--dry-run").out.endswith(f"\n\nall keys have their defaults\n{end}")
+    assert "max_rejected: 0.01" in specctl.ok("eval", "--dry-run", "-v").out
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [

@@ -272,12 +272,6 @@ def test_sigterm_ends_the_wait_for_a_prompt(specctl, monkeypatch):
         progress.interrupts.reset()
 
 
-def test_a_prompt_in_utf8_is_read_under_the_locale_c(specctl):
-    """Python decodes the command line as ASCII there, every other byte as a surrogate."""
-    prompt = "naïve 😀".encode().decode("ascii", "surrogateescape")
-    assert specctl.ok("generate", prompt, "--dry-run", "--json").json["recipe"]["prompt"] == "naïve 😀"
-
-
 def test_doctor_checks_the_weights(tmp_path):
     """It used to accept a directory without weights, and one with half a file."""
     directory = Path(write_tiny(tmp_path / "llama", "LlamaConfig", SIZES))
