@@ -75,7 +75,13 @@ SUBCOMMANDS = {
         "serving",
         formerly="route",
     ),
-    "eval": Subcommand("cli.eval", "recipe.eval:EvalRecipe", "commands.eval:evaluate", DECODING, "evaluation"),
+    "eval": Subcommand(
+        "cli.eval",
+        "recipe.eval:EvalRecipe",
+        "commands.eval:evaluate",
+        ("baselines=[vanilla]", *DECODING),
+        "evaluation",
+    ),
     "eval-server": Subcommand(
         "cli.eval_server",
         "recipe.eval_server:EvalServerRecipe",

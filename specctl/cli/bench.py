@@ -50,6 +50,8 @@ def steps(recipe: BenchRecipe) -> list[str]:
     shapes.check_memory(recipe)
     drafters = recipe.drafters if {"rounds", "decoding"} & {*recipe.parts} else []
     plans = [f"random weights: {recipe.shape}" if recipe.shape else checks.check_target(recipe.target, drafters)]
+    if recipe.shape is None and {"steps", "decoding"} & {*recipe.parts}:
+        plans += checks.copy_step(recipe.target)
     if "steps" in recipe.parts:
         plans.append(f"time target steps of specctl and of transformers after {recipe.context} tokens of context")
     if "rounds" in recipe.parts:

@@ -16,6 +16,8 @@ from specctl.errors import CheckpointError, SpecctlError, UsageError, near_path,
 from specctl.families import TEXT_DRAFTERS, WEIGHTLESS_DRAFTERS
 
 if TYPE_CHECKING:
+    import torch
+
     from specctl.recipe import CommandRecipe, DataRecipe, DraftingRecipe, TargetRecipe
 
 LABEL = r"\w[\w.-]*"  # domains name directories
@@ -63,6 +65,36 @@ def check_target(target: TargetRecipe, drafters: Iterable[str] = (), *, strict: 
         check_slices(target.name, config, target.tensor_parallel)
         why = f"{why}, in {target.tensor_parallel} slices"
     return f"target {target.name} runs with {step_name(path)}: {why}"
+
+
+def copy_step(target: TargetRecipe) -> list[str]:
+    """Return the step of a plan in which `transformers` loads the target, with the memory that it takes; [] for a
+    target that is not on this machine. Raises the errors of `check_target`."""
+    import torch
+
+    from specctl.decoding.models.ends import model_on_meta
+    from specctl.decoding.models.lean import pick_target_dtype
+    from specctl.decoding.models.loading import pick_device
+
+    config = target_config(target)
+    if config is None:
+        return []
+    parameters = model_on_meta(config, trust_remote_code=target.trust_remote_code).num_parameters()
+    # A plan for a GPU may be made on a machine without one.
+    device = pick_device("auto") if target.device == "auto" else torch.device(target.device)
+    size = size_in_transformers(parameters, pick_target_dtype(target.dtype, device, config), device)
+    return [f"load the target a second time, with transformers: {size}, more while it loads"]
+
+
+def size_in_transformers(parameters: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Return the memory of a target that runs in `dtype` as a baseline through `transformers`: `2.52 GB in fp32`."""
+    import torch
+
+    from specctl.decoding.models.loading import DTYPES, with_fast_products
+
+    fast = with_fast_products(torch.empty(0, dtype=dtype)).dtype if device.type == "cpu" else dtype
+    short = next(short for short, kind in DTYPES.items() if kind == fast)
+    return f"{parameters * fast.itemsize / 1e9:,.2f} GB in {short}"
 
 
 def target_config(target: TargetRecipe) -> Any:

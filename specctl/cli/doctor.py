@@ -284,8 +284,9 @@ def commands_of(only_engines: bool) -> list[CommandUse]:
 
 
 def _in_words(about: Description) -> dict[str, Any]:
-    from specctl.cli.checks import step_name
+    from specctl.decoding.models.loading import DTYPES, pick_device
 
+    copy = checks.size_in_transformers(about.parameters, DTYPES[about.dtype], pick_device("auto"))
     context: Any = about.context_length
     if about.trained_context:
         context = f"{context:,} of {about.trained_context:,}: beyond that, {', '.join(about.rope)} changes frequencies"
@@ -293,8 +294,9 @@ def _in_words(about: Description) -> dict[str, Any]:
     form = ", quantized as in the file" if about.quantized else f" in {about.dtype}, as --dtype auto selects"
     return {
         "architecture": about.architecture,
-        "runs by": f"{step_name(about.path)}: {about.why}",
+        "runs by": f"{checks.step_name(about.path)}: {about.why}",
         "parameters": f"{about.parameters:,}: {about.bytes / 1e9:,.2f} GB{form}",
+        **({} if about.path == "engine" else {"baseline": f"{copy} more in eval and bench, for transformers"}),
         "checkpoint in": about.checkpoint_dtype,
         "layers": f"{about.layers}, of hidden size {about.hidden_size:,}",
         "heads": f"{heads} of dimension {head_dim}, {kv_heads} KV heads",

@@ -66,6 +66,7 @@ def describe_prompts(recipe: EvalRecipe | EvalServerRecipe) -> str:
 def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
     return [
         checks.check_target(recipe.target, drafters),
+        *(checks.copy_step(recipe.target) if "transformers" in recipe.baselines else []),
         f"decode {describe_prompts(recipe)}, {counted(len(recipe.seeds), 'time')}",
         f"with {', '.join(drafters) or 'no drafter'}; baselines {', '.join(recipe.baselines) or 'none'}",
         "compare every text with the text of plain decoding",

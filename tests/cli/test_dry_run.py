@@ -51,6 +51,16 @@ def test_a_plan_shows_only_the_keys_that_differ_from_their_defaults(specctl):
     assert "max_rejected: 0.01" in specctl.ok("eval", "--dry-run", "-v").out
 
 
+@pytest.mark.parametrize("command", ["eval", "bench"])
+def test_a_plan_says_what_the_baseline_transformers_takes(specctl, command):
+    """`eval` took 4.3 GB for a quantized file of 0.4 GB, and nothing said so. A plan for a GPU needs no GPU."""
+    second = "load the target a second time, with transformers: "
+    assert f"{second}0.04 GB in fp32" in specctl.ok(command, "--dtype", "fp32", "--dry-run").out
+    assert f"{second}0.02 GB in fp16" in specctl.ok(command, "--dtype", "fp16", "--device", "cuda", "--dry-run").out
+    alone = {"eval": ("--baselines", "vanilla"), "bench": ("--shape", "1b")}[command]
+    assert second not in specctl.ok(command, *alone, "--dry-run").out
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [

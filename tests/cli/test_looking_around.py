@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -195,6 +196,7 @@ def test_doctor_notes_a_target_without_chat_template(specctl, tmp_path):
     assert "chat_template.jinja" in fix
     shown = specctl("doctor", "--target", "./base").out
     assert "commands: all work with this target once it has a chat template" in shown
+    assert re.search(r"^baseline +0\.0\d GB in (fp32|bf16) more in eval and bench, for transformers$", shown, re.M)
     # The advice used to be a template that leaves out all messages but the first.
     (tmp_path / "base" / "chat_template.jinja").write_text(fix.partition("base model: '")[2].removesuffix("')"))
     target = load_target_text("./base")
