@@ -84,17 +84,21 @@ class PrefixCache:
 
         Returns False, and reads nothing, if at most `count` tokens are missing or the prompt is too long for the cache.
         """
-        known, _ = self._longest(prompt, taps)
-        end = known + count
-        if end >= len(prompt):
+        end = self.known(prompt, taps) + count
+        if end >= len(prompt) or not self.has_room(target, taps, len(prompt)):
             return False
-        cache = target.new_cache(1, end)
-        features = len(taps) * target.hidden_size * target.dtype.itemsize
-        if self.most_bytes is not None and (cache.nbytes / end + features) * len(prompt) > self.most_bytes:
-            return False
-        _, text = self._prefill_one(target, prompt[:end], cache, taps, 0)
+        _, text = self._prefill_one(target, prompt[:end], target.new_cache(1, end), taps, 0)
         self._add(text)
         return True
+
+    def known(self, prompt: list[int], taps: tuple[int, ...]) -> int:
+        """Number of tokens of a prompt that need not be read."""
+        return self._longest(prompt, taps)[0]
+
+    def has_room(self, target: Target, taps: tuple[int, ...], count: int) -> bool:
+        """Whether `count` tokens fit into the cache if it holds nothing else."""
+        features = len(taps) * target.hidden_size * target.dtype.itemsize
+        return self.most_bytes is None or (target.new_cache(1, 1).nbytes + features) * count <= self.most_bytes
 
     def keep(self, state: DecodeState, slots: list[int]) -> None:
         """Cache the finished texts in `slots`, while their cache rows still exist."""

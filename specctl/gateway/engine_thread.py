@@ -80,6 +80,7 @@ class Generation:
     Attributes:
         stops: strings that end the text.
         top_logprobs: number of likely tokens to report with each token, or None without log probabilities.
+        unread: number of tokens of the prompt that are still to be read.
     """
 
     request: Request
@@ -87,6 +88,7 @@ class Generation:
     index: int = 0
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None
+    unread: int = 0
     tries: int = 0
     began: float = field(default_factory=time.perf_counter)
     before: float | None = None  # time of the latest part
@@ -132,6 +134,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._arrived: list[Generation] = []  # texts that the engine does not know yet
         self._began = False  # whether texts were added before the last step
+        self._passed = False  # whether a prompt was read before the oldest one
         self._active: dict[int, Generation] = {}
         self._by_query: dict[str, Generation] = {}
         self._decode = decoder(engine.target.tokenizer)
@@ -202,7 +205,7 @@ class EngineThread:
                 if generation is None:
                     return False
                 if command == "add":
-                    self._arrived.append(generation)
+                    self._arrive(generation)
                 else:
                     self._cancel(generation)
             self._begin_texts()
@@ -210,10 +213,17 @@ class EngineThread:
             if self.engine.busy:
                 return True
 
+    def _arrive(self, generation: Generation) -> None:
+        """Take in a text, and compare its prompt with the cached ones."""
+        prompt, prefix_cache = generation.request.prompt, self.engine.options.prefix_cache
+        known = 0 if prefix_cache is None else prefix_cache.known(prompt, self.engine.state.taps)
+        generation.unread = len(prompt) - known
+        self._arrived.append(generation)
+
     def _begin_texts(self) -> None:
         """Add texts that have arrived to the engine.
 
-        On a CPU, prompts run one by one, and long ones in parts. There, equal prompts are added at a time, if they find
+        On a CPU, prompts run in turns, and long ones in parts. There, equal prompts are added at a time, if they find
         a slot. Between two prompts or parts there is a round of the texts that are running.
         """
         engine, begun = self.engine, self._arrived[:]
@@ -222,13 +232,30 @@ class EngineThread:
             if engine.texts and (self._began or full):
                 self._began = False
                 return
-            begun = [one for one in begun if one.request.prompt == begun[0].request.prompt]
-            if self._read_ahead(begun[0]):
+            first = self._next_to_read()
+            begun = [one for one in begun if one.request.prompt == first.request.prompt]
+            if self._read_ahead(first):
+                first.unread -= PART
                 return
         self._began = bool(begun)
         for generation in begun:
             self._arrived.remove(generation)
             self._add(generation, generation.request)
+
+    def _next_to_read(self) -> Generation:
+        """In turns the oldest text, so that it cannot wait forever, and the text with the least left to read.
+
+        Half-read prompts are in the prefix cache: no other prompt is read that would displace the oldest one.
+        """
+        oldest, shortest = self._arrived[0], min(self._arrived, key=lambda one: one.unread)
+        self._passed = not self._passed and shortest is not oldest and self._fit(oldest, shortest)
+        return shortest if self._passed else oldest
+
+    def _fit(self, *generations: Generation) -> bool:
+        """Whether the prefix cache can hold all these prompts."""
+        engine, tokens = self.engine, sum(len(one.request.prompt) for one in generations)
+        prefix_cache = engine.options.prefix_cache
+        return prefix_cache is None or prefix_cache.has_room(engine.target, engine.state.taps, tokens)
 
     def _read_ahead(self, generation: Generation) -> bool:
         """Read a part of a long prompt. Returns False if the engine should read the rest."""

@@ -365,6 +365,36 @@ def test_running_texts_advance_while_a_long_prompt_is_read(target, make_gateway,
         assert order[9:11] == ["last part", "prefill"] and prefix_cache.read == 3 + 30
 
 
+@pytest.mark.parametrize("room, order", [(200, [8, 60, 20, 60, 20, 60, 20, 60, 60]), (69, [8, *[60] * 8, 20, 20, 20])])
+def test_short_prompts_pass_a_long_one_in_turns(target, make_gateway, monkeypatch, room, order):
+    """A short prompt waited until the long prompt before it was read. Half-read prompts must fit into the cache."""
+    gateway = make_gateway()
+    prefix_cache, read = PrefixCache(most_bytes=room * target.new_cache(1, 1).nbytes), []
+    engine = Engine(target, options=EngineOptions(prefix_cache=prefix_cache))
+    thread, read_ahead = EngineThread(engine, gateway.meter, "plain"), prefix_cache.read_ahead
+
+    def spied(target, prompt, *arguments):
+        read.append(len(prompt))
+        return read_ahead(target, prompt, *arguments)
+
+    monkeypatch.setattr(prefix_cache, "read_ahead", spied)
+    monkeypatch.setattr(engine_thread, "PART", 8)
+    prompts = [[*range(20, 80)], [*range(90, 110)], [*range(110, 118)]]
+
+    async def work():
+        texts = [Generation(Request(prompt, GREEDY, 4), Channel()) for prompt in prompts]
+        for text in texts:
+            thread.submit(text)
+        thread.start()
+        while any(text in thread.open for text in texts):
+            await asyncio.sleep(0.01)
+        return [text.tokens for text in texts]
+
+    assert asyncio.run(work()) == [decode(Engine(target), [Request(p, GREEDY, 4)])[0].output_ids for p in prompts]
+    thread.stop()
+    assert read[: len(order)] == order
+
+
 def test_turns_of_a_conversation_are_read_once(target, make_gateway):
     gateway = make_gateway()
     first = {"role": "user", "content": PROMPTS[0]}
