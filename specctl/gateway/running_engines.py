@@ -148,7 +148,7 @@ class RunningEngines:
     async def other(self, request: Request) -> Response:
         """Pass on a GET request."""
         name = request.path_params.get("name", "")
-        if "%" in request.scope.get("raw_path", b"").decode("latin-1") or {".", ".."} & {*name.split("/")}:
+        if "%" in name or {".", ".."} & {*name.split("/")}:
             raise ApiError(f"there is no {request.url.path[:200]}", 404)  # it could lead elsewhere than it begins
         model = await self._model(request, name or None)
         if request.scope["path"] == "/v1/models" and self._lists_differ:
@@ -268,7 +268,7 @@ class RunningEngines:
                 failed = rests = True
             except aiohttp.ClientError as error:
                 seen += 1
-                message = f"the engine closed the connection: {type(error).__name__}"
+                message = f"the engine gave no valid answer: {type(error).__name__}"
                 answer, failed, rests = ApiError(message, 502).response, True, True
             finally:
                 self.in_flight[url] -= not kept
@@ -276,9 +276,6 @@ class RunningEngines:
                 self._rests.pop(url, None)
                 self._refusals[url] = 0
                 return answer  # type: ignore[return-value]
-            if kept:
-                assert answer is not None
-                return answer
             self._failed(url, rests)
         return answer or ApiError("no engine responds", 502).response
 
@@ -320,19 +317,25 @@ class RunningEngines:
             raise aiohttp.ClientPayloadError(f"status {status}")
         encoded = answer.headers.get("content-encoding", "identity") != "identity"  # although identity was asked for
         kept = kept and status == 200 and not encoded
-        if "text/event-stream" in answer.headers.get("content-type", ""):
+        if status == 200 and "text/event-stream" in answer.headers.get("content-type", ""):
 
             async def done() -> None:
                 self.in_flight[url] -= 1
                 answer.close()
 
             events = self._streamed(url, answer, added, passage if kept else None)
-            streaming = EventResponse(await anext(events, b""), events, done, {})
-            streaming.status_code, streaming.raw_headers = status, shown
+            if not (first := await anext(events, b"")):
+                raise aiohttp.ClientPayloadError("a stream without an event")
+            streaming = EventResponse(first, events, done, {})
+            streaming.raw_headers = shown
             return streaming
         content = await _content(answer)
-        document = _json(content) if kept and (added or len(content) <= LONGEST_READ_ANSWER) else None
-        if isinstance(document, dict):
+        if passage.content and status == 200 and not content:
+            raise aiohttp.ClientPayloadError("an empty answer")
+        if kept and (added or len(content) <= LONGEST_READ_ANSWER):
+            document = _json(content)
+            if not isinstance(document, dict):
+                raise aiohttp.ClientPayloadError("an answer that is no JSON object")
             self._record(passage, url, document, document)
             if added:
                 content, _ = _rewritten(proxy_messages.without_added_fields(document, added), content, added)
