@@ -19,7 +19,6 @@ from specctl.errors import DataError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from specctl.decoding.records import Sequence
     from specctl.decoding.target_text import TargetText
 
 
@@ -92,24 +91,3 @@ class Constraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise DataError(f"the form cannot be enforced: {self._matcher.get_error().splitlines()[0]}")
-
-
-def constrain(
-    logits: Tensor, texts: list[Sequence], parents: list[list[int]], tokens: Tensor
-) -> tuple[Tensor, dict[int, Exception]]:
-    """Logits [B, 1 + n, V] with −inf at the tokens that the texts' constraints forbid, and the errors by sequence.
-    `parents` and `tokens` [B, n] are the drafts'."""
-    asked = {b: text.request.constraint for b, text in enumerate(texts) if text.stop is None}
-    failed: dict[int, Exception] = {}
-    masked = logits
-    for b, constraint in asked.items():
-        if constraint is None:
-            continue
-        try:
-            allowed = constraint.allowed(texts[b].ids, parents[b], tokens[b].tolist())
-        except DataError as error:
-            failed[b] = error
-            continue
-        masked = logits.clone() if masked is logits else masked
-        masked[b].masked_fill_(~allowed.to(logits.device), -torch.inf)
-    return masked, failed

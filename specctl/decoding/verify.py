@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from specctl import kernels
-from specctl.decoding.constraint import constrain
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.protocols import Proposer
 from specctl.decoding.records import PADDING, DraftTree, Sequence, Verdict, topology
 from specctl.decoding.sampling import ACCEPT, TARGET, Draws
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, DataError
 from specctl.recipe.sections import MOST_NODES
 
 MAX_NODES = MOST_NODES + 1  # with the root
@@ -65,6 +64,27 @@ def edit_logits(
         return logits, {}
     penalised = draws.penalise(logits, [text.ids for text in texts], parents, tokens)
     return constrain(penalised, texts, parents, tokens)
+
+
+def constrain(
+    logits: Tensor, texts: list[Sequence], parents: list[list[int]], tokens: Tensor
+) -> tuple[Tensor, dict[int, Exception]]:
+    """Logits [B, 1 + n, V] with −inf at the tokens that the texts' constraints forbid, and the errors by sequence.
+    `parents` and `tokens` [B, n] are the drafts'."""
+    asked = {b: text.request.constraint for b, text in enumerate(texts) if text.stop is None}
+    failed: dict[int, Exception] = {}
+    masked = logits
+    for b, constraint in asked.items():
+        if constraint is None:
+            continue
+        try:
+            allowed = constraint.allowed(texts[b].ids, parents[b], tokens[b].tolist())
+        except DataError as error:
+            failed[b] = error
+            continue
+        masked = logits.clone() if masked is logits else masked
+        masked[b].masked_fill_(~allowed.to(logits.device), -torch.inf)
+    return masked, failed
 
 
 def nonfinite_rows(target: Target, logits: Tensor) -> dict[int, Exception]:

@@ -339,7 +339,7 @@ def _move_into_place(draft: Path, place: Path) -> None:
 def existing_directory(directory: Path, what: str = "drafter", command: str = "train-drafter") -> Path:
     """Return the directory, or its backup if a crash hit between the two renames of its replacement. A path may begin
     with `~`."""
-    directory = Path(os.path.expanduser(directory))
+    directory = directory.expanduser()
     place = directory.absolute()
     if os.path.isdir(place):  # False, without an error, if the name is too long
         return directory

@@ -37,7 +37,7 @@ def parts_of(path_or_name: str) -> list[str]:
 
 
 def _is_there(path_or_name: str) -> bool:
-    return path_or_name in WEIGHTLESS_DRAFTERS or os.path.lexists(os.path.expanduser(path_or_name))
+    return path_or_name in WEIGHTLESS_DRAFTERS or os.path.lexists(Path(path_or_name).expanduser())
 
 
 def name_of(path_or_name: str) -> str:

@@ -117,7 +117,7 @@ def learnable_parts(paths: Iterable[str]) -> dict[Path, list[str]]:
     found: dict[Path, list[str]] = {}
     given = list(paths)
     for path in given:
-        head = Path(os.path.expanduser(parts_of(path)[0]))
+        head = Path(parts_of(path)[0]).expanduser()
         if checkpoint.is_drafter(head) and checkpoint.family(head) in online_families():
             same = next((one for one in found if one.resolve() == head.resolve()), head)
             found.setdefault(same, []).append(path)

@@ -72,7 +72,7 @@ def test_the_plan_of_a_run(specctl):
     assert recipe["sampling"]["temperature"] == recipe["reasoning"]["temperature"] == 0.3
     assert recipe["sampling"]["seed"] == recipe["reasoning"]["seed"] == recipe["data"]["seed"] == 5
     assert recipe["reasoning"]["allow_code_execution"] is False
-    assert recipe["data"]["domain"] == ["math"] and "train a drafter of family lm" in said
+    assert recipe["data"]["domain"] == ["math"] and "of family lm, on responses to prompts of math" in said
     assert "in modes target, draft, lr, online-lr" in said and "after every 25 prompts online-lr learn" in said
     # Runs older than `reason` have resolved recipes of `online`, with keys of both commands.
     for command, more in (("reason", {}), ("online", {"baselines": ["vanilla"], "buffer": {"replay": 0.0}})):

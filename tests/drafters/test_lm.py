@@ -197,7 +197,8 @@ def test_the_acceptance_head_is_stored_but_not_exported(target, prompts):
     config, tensors = lm.FAMILY.checkpoint_config(made, target.identity), lm.FAMILY.stored_state(made.state_dict())
     again = lm.FAMILY.restore(config, tensors)
     assert torch.equal(acceptance(again, prompts[0]), acceptance(made, prompts[0]))
-    files = hf.write(Head("lm", config["architecture"], tensors), None, 0, "hf")
+    facts = SimpleNamespace(vocab_size=target.vocab_size)
+    files = hf.write(Head("lm", config["architecture"], tensors), facts, 0, "hf")
     assert files.held.tensors.keys() == files.tensors.keys()
     assert tensors.keys() - files.tensors.keys() == {
         f"confidence_head.{part}" for part in ("linear.weight", "linear.bias", "out.weight", "out.bias")
