@@ -91,3 +91,11 @@ def library(monkeypatch):
         monkeypatch.setitem(api.FUNCTIONS, command, f"{module.__name__}:function")
 
     return replace
+
+
+@pytest.fixture(autouse=True)
+def output_as_at_first():
+    """An earlier test in this process may have run a command with -q or --json."""
+    from specctl.cli.output import output
+
+    output.reset([])
