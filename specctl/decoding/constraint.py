@@ -1,4 +1,4 @@
-"""Constraints on the form of a text, such as a JSON schema: which tokens the target may write next.
+"""Constraints on the form of a text, such as a JSON schema: the tokens that the target may write next.
 
 The library llguidance parses grammars and texts. Here its answers are applied to the rows of a step: a token that would
 break the form gets the logit −inf before the draw. Drafts are made without the constraint, and a draft token that

@@ -19,9 +19,8 @@ from specctl.decoding.verify import budget_for, edit_logits, node_budget, nonfin
 def prefill(
     target: Target, state: DecodeState, slots: list[int], share: bool, prefix_cache: PrefixCache | None
 ) -> Tensor:
-    """Run the prompts in `slots` and commit the first token of each. A sequence is failed if its logits are not
-    finite, or if its constraint cannot be enforced.
-    Returns the logits [n, V] at the ends of the prompts.
+    """Run the prompts in `slots` and commit the first token of each. A sequence is failed if its logits are not finite,
+    or if its constraint cannot be enforced. Returns the logits [n, V] at the ends of the prompts.
 
     `share`: the prompts share the pages of common prefixes. `prefix_cache`: cached texts of earlier calls.
     """

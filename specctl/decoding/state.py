@@ -67,6 +67,7 @@ class DecodeState:
             that order (a repeated index is kept as a copy), `renew(b)` resets slot b for a new sequence, and `nbytes`
             is the size of its tensors. A drafter enlarges its memory when `capacity` has grown.
         draws: sampling parameters and seeds.
+        edits_logits: some request of the batch does (`Request.edits_logits`), which only the host can do.
         any_sampled: at least one request, decoded or waiting, is not greedy.
         rounds, ahead, replays: counts of rounds: all; rounds run on the device, ahead of the host; replays of a CUDA
             graph.
@@ -80,6 +81,7 @@ class DecodeState:
     """
 
     draws: Draws
+    edits_logits: bool
 
     def __init__(
         self,
@@ -278,6 +280,7 @@ class DecodeState:
 
     def _draw_for_rows(self) -> None:
         requests = [row.request for row in self.rows]
+        self.edits_logits = any(request.edits_logits for request in requests)
         self.draws = Draws([one.sampling for one in requests], [one.seed for one in requests], self.device)
 
     def single(self, b: int) -> DecodeState:

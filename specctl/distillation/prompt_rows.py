@@ -24,7 +24,7 @@ from specctl.distillation.messages import (
     text_of,
 )
 from specctl.distillation.rejections import Rejections
-from specctl.distillation.traces import conversation_of, dialogue, keys_of
+from specctl.distillation.traces import conversation_of, keys_of
 from specctl.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _conversation(row: Mapping[str, Any]) -> Conversation:
     if "prompt" in row and "messages" not in row and not isinstance(prompt, list):
         if not isinstance(prompt, str):
             raise ValueError(f"`prompt` must be a string, got {type(prompt).__name__}")
-        return conversation_with(row, dialogue(prompt, None))
+        return conversation_with(row, [{"role": "user", "content": prompt}])
     conversation = conversation_of(row)
     if conversation is None:
         raise ValueError(f"needs `prompt`, `messages`, `turns`, `conversations` or `instruction`, but {keys_of(row)}")

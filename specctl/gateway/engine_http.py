@@ -92,8 +92,8 @@ class EngineHttp:
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
-    """Headers without the ones for a single connection, which the header Connection may also name, and without the
-    ones that the gateway's server sets."""
+    """Headers that a client may get: not the headers of a single connection, which the header Connection may also name,
+    and not the headers that the gateway's server sets."""
     lower = [(name.lower(), value) for name, value in headers]
     named = {part.strip().lower() for name, value in lower if name == b"connection" for part in value.split(b",")}
     dropped = HOP_BY_HOP | named | {b"content-length", b"date"}

@@ -198,7 +198,7 @@ class TextsRequest(_Body):
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
-        """Tools that an answer may call: the one that `tool_choice` names, or all that the target sees."""
+        """Tools that an answer may call: the tool that `tool_choice` names, or all tools that the target sees."""
         return []
 
     @property

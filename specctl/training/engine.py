@@ -71,7 +71,7 @@ def autocast(module: nn.Module, recipe: TrainRecipe) -> None:
 
     The autocast is inside the module. On a GPU, DeepSpeed switches off an autocast that is missing in its own
     configuration. If its configuration has one, DeepSpeed reduces gradients in that precision, too. In fp16 the
-    gradients inside the module are `FP16_SCALE` times as large, and those of the parameters are not.
+    gradients of activations are `FP16_SCALE` times as large, and the gradients of parameters are divided by it again.
     """
     device = next(module.parameters()).device
     dtype = pick_dtype(recipe.precision, device)

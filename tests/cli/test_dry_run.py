@@ -42,7 +42,7 @@ def test_every_recipe_can_be_dry_run(specctl, workplace, name):
 
 
 def test_a_plan_shows_only_the_keys_that_differ_from_their_defaults(specctl):
-    """It used to print all of them, up to 120 lines, below the few steps."""
+    """A plan used to print all keys of the recipe, up to 120 lines, below the few steps."""
     end = "--dry-run -v lists all keys; key=value sets one\n"
     plan = specctl.ok("eval", "--drafter", "lookup", "sampling.top_k=5", "--dry-run").out
     shown = "keys that differ from their defaults:\nsampling:\n  top_k: 5\ndrafters:\n- lookup\n"

@@ -11,7 +11,7 @@ LOGITS = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-40])
 def test_a_greedy_token_is_certain_even_beside_an_equal_one(temperature):
-    """Its logarithm used to be that of a half, and NaN at temperatures so low that division overflows."""
+    """The log probability used to be log ½, and NaN at temperatures so low that division overflows."""
     found = of_rows(filtered(LOGITS, Sampling(temperature, 0, 1.0)), [1], 0)
     assert found[0].logprob == 0.0
 

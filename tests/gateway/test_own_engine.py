@@ -328,6 +328,17 @@ def test_prompts_do_not_wait_for_each_other(target, make_gateway, monkeypatch):
     assert begun[:5] == [2, 0, 1, 0, 1] and sum(begun) == 4, "two texts of a prompt, and one of each other but one"
 
 
+async def texts_of(thread, prompts, count):
+    """Submit all prompts before the thread starts. Returns the tokens of their texts."""
+    texts = [Generation(Request(prompt, GREEDY, count), Channel()) for prompt in prompts]
+    for text in texts:
+        thread.submit(text)
+    thread.start()
+    while any(text in thread.open for text in texts):
+        await asyncio.sleep(0.01)
+    return [text.tokens for text in texts]
+
+
 @pytest.mark.parametrize("reads", [True, False])
 def test_running_texts_advance_while_a_long_prompt_is_read(target, make_gateway, monkeypatch, reads):
     """It is read in parts. If a part raises, the engine reads the whole prompt."""
@@ -348,17 +359,8 @@ def test_running_texts_advance_while_a_long_prompt_is_read(target, make_gateway,
     monkeypatch.setattr(engine_thread, "PART", 8)
     prompts = [[5, 6, 7], [*range(40, 70)]]
 
-    async def work():
-        texts = [Generation(Request(prompt, GREEDY, 8), Channel()) for prompt in prompts]
-        for text in texts:
-            thread.submit(text)
-        thread.start()
-        while any(text in thread.open for text in texts):
-            await asyncio.sleep(0.01)
-        return [text.tokens for text in texts]
-
     alone = decode(Engine(target), [Request(prompt, GREEDY, 8) for prompt in prompts])
-    assert asyncio.run(work()) == [one.output_ids for one in alone]
+    assert asyncio.run(texts_of(thread, prompts, 8)) == [one.output_ids for one in alone]
     thread.stop()
     if reads:
         assert order[:9] == ["last part", "prefill", *["round", "part"] * 3, "round"]
@@ -381,16 +383,9 @@ def test_short_prompts_pass_a_long_one_in_turns(target, make_gateway, monkeypatc
     monkeypatch.setattr(engine_thread, "PART", 8)
     prompts = [[*range(20, 80)], [*range(90, 110)], [*range(110, 118)]]
 
-    async def work():
-        texts = [Generation(Request(prompt, GREEDY, 4), Channel()) for prompt in prompts]
-        for text in texts:
-            thread.submit(text)
-        thread.start()
-        while any(text in thread.open for text in texts):
-            await asyncio.sleep(0.01)
-        return [text.tokens for text in texts]
-
-    assert asyncio.run(work()) == [decode(Engine(target), [Request(p, GREEDY, 4)])[0].output_ids for p in prompts]
+    assert asyncio.run(texts_of(thread, prompts, 4)) == [
+        decode(Engine(target), [Request(p, GREEDY, 4)])[0].output_ids for p in prompts
+    ]
     thread.stop()
     assert read[: len(order)] == order
 
