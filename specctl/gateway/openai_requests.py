@@ -288,7 +288,9 @@ class ChatRequest(TextsRequest):
     def most_calls(self) -> int | None:
         if not self.shows_tools:
             return 0
-        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, dict) else None
+        # Small targets repeat a required call without end, so several calls must be asked for.
+        several = not self.must_call if self.parallel_tool_calls is None else self.parallel_tool_calls
+        return None if several and not isinstance(self.tool_choice, dict) else 1
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def test_json_of_any_form(ask):
     assert choice["message"]["content"].startswith("{")
 
 
-@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("parallel", [True, False, None])
 def test_required_calls_are_written(ask, parallel):
     (choice,) = ask(tools=SHORT, tool_choice="required", parallel_tool_calls=parallel)
     if choice["finish_reason"] == "length":
