@@ -35,12 +35,12 @@ def brief(text: str, longest: int = 200) -> str:
 def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str], most: int = 1, cutoff: float = 0.6) -> str:
     """Return `did you mean X?` with the known names nearest to `name`, or an empty string if no name is near.
 
-    A name that begins with `name` is nearest. If `known` is a mapping, `name` is compared with the keys and the text
-    shows their values.
-    `cutoff`: least similarity of a near name, as in `difflib`.
+    A name that begins with `name` is nearest. If `known` is a mapping, `name` is compared with the keys, and may be one
+    of them; the text shows their values. `cutoff`: least similarity of a near name, as in `difflib`.
     """
     names = known if isinstance(known, Mapping) else {one: one for one in known}
-    begins = [one for one in names if len(name) >= SHORTEST_BEGINNING and one.startswith(name) and one != name][:most]
+    begins = [one for one in names if len(name) >= SHORTEST_BEGINNING and one.startswith(name)][:most]
+    begins = [name] if name in names else begins
     near = [names[one] for one in begins or get_close_matches(name, names, n=most, cutoff=cutoff)]
     return f"did you mean {' or '.join(near)}?" if near else ""
 

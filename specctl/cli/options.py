@@ -16,10 +16,15 @@ OBJECT = """such as '{"enable_thinking": false}'"""
 SWITCH = " "  # metavar of a switch, which takes no value
 
 
-def _comma_separated(kind: Callable[[str], Any], wanted: str, example: str) -> Callable[[str], list[Any]]:
-    """Return the conversion of a text to a list of numbers. `wanted`: the kind of list, for the error."""
+_joined = ",".join
+"""Conversion of a flag that was given several times to one comma-separated list."""
 
-    def convert(text: str) -> list[Any]:
+
+def _comma_separated(kind: Callable[[str], Any], wanted: str, example: str) -> Callable[[list[str]], list[Any]]:
+    """Return the conversion of texts to a list of numbers. `wanted`: the kind of list, for the error."""
+
+    def convert(texts: list[str]) -> list[Any]:
+        text = _joined(texts)
         try:
             return [kind(part) for part in text.split(",")]
         except ValueError:
@@ -52,8 +57,8 @@ def _is_path(value: str) -> bool:
     return "," in value and (Path(value).exists() or Path(value.rpartition("+")[0] or value).exists())
 
 
-def _none_or_names(text: str) -> list[str]:
-    return [] if text == "none" else _names([text])
+def _none_or_names(values: list[str]) -> list[str]:
+    return [] if values == ["none"] else _names(values)
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,9 @@ FLAGS: dict[str, Flag] = {
     "chat_template_kwargs": Flag(
         ("target.chat_template_kwargs",), str, "Arguments of the chat template.", _json_object, metavar="JSON"
     ),
-    "domain": Flag(("data.domain",), str, "Domain, or several separated by commas; see `specctl domains ls`."),
+    "domain": Flag(
+        ("data.domain",), list[str], "Domain, or several separated by commas; see `specctl domains ls`.", _joined
+    ),
     "prompts": Flag(
         ("data.prompts",),
         str,
@@ -102,21 +109,26 @@ FLAGS: dict[str, Flag] = {
     "exclude": Flag(("exclude",), str, "File of prompts to leave out, such as a test set.", metavar="FILE"),
     "server": Flag(
         ("server.urls",),
-        str,
+        list[str],
         "vLLM, SGLang or llama.cpp server of the target, or several: http://host:8000.",
+        _joined,
         metavar="URL",
     ),
     "baseline_server": Flag(
-        ("baseline_server.urls",), str, "Server without a drafter, to compare with.", metavar="URL"
+        ("baseline_server.urls",), list[str], "Server without a drafter, to compare with.", _joined, metavar="URL"
     ),
     "listen": Flag(("traffic.listen", "listen"), str, "Address at which clients send requests.", metavar="HOST:PORT"),
     "features_from": Flag(
-        ("features.server.urls",), str, "vLLM or SGLang server that computes the target's hidden states.", metavar="URL"
+        ("features.server.urls",),
+        list[str],
+        "vLLM or SGLang server that computes the target's hidden states.",
+        _joined,
+        metavar="URL",
     ),
-    "concurrency": Flag(("concurrency",), str, "Numbers of requests in flight: 1,8.", _comma_ints),
+    "concurrency": Flag(("concurrency",), list[str], "Numbers of requests in flight: 1,8.", _comma_ints),
     "mats": Flag(
         ("mats",),
-        str,
+        list[str],
         "With --baseline-server: predict the speed of drafters with mats 2,2.5,3. To check one, serve with vLLM's "
         'rejection_sample_method "synthetic" (on a GPU) and its synthetic_acceptance_length.',
         _numbers,
@@ -125,7 +137,7 @@ FLAGS: dict[str, Flag] = {
     "seed": Flag(("data.seed", "sampling.seed"), int, "Seed of prompts, sampling and training."),
     "max_new_tokens": Flag(("sampling.max_new_tokens",), int, "Most tokens of a response."),
     "temperature": Flag(("sampling.temperature",), float, "Sampling temperature; 0 is greedy."),
-    "temperatures": Flag(("temperatures",), str, "Temperatures, mixed over the prompts: 0,0.7.", _comma_floats),
+    "temperatures": Flag(("temperatures",), list[str], "Temperatures, mixed over the prompts: 0,0.7.", _comma_floats),
     "top_p": Flag(("sampling.top_p",), float, "Nucleus sampling; 1 is off."),
     "top_k": Flag(("sampling.top_k",), int, "Top-k sampling; 0 is off."),
     "exact": Flag(("sampling.exact",), bool, "Fixed-shape forwards: no ties between nearly equal tokens; slower."),
@@ -136,20 +148,29 @@ FLAGS: dict[str, Flag] = {
     "drafter": Flag(("drafter",), str, f"{DRAFTERS}.", metavar="PATH"),
     "drafters": Flag(("drafters",), list[str], f"{DRAFTERS}; repeatable.", _names, metavar="PATH"),
     "pool": Flag(("pool",), str, "Directory of drafter directories.", metavar="DIR"),
-    "parts": Flag(("parts",), str, "steps,rounds,decoding (default), or some of them.", _none_or_names),
+    "parts": Flag(("parts",), list[str], "steps,rounds,decoding (default), or some of them.", _none_or_names),
     "shape": Flag(("shape",), str, "Random weights of a size (1b, 8b, 32b, 70b) instead of a target."),
-    "batches": Flag(("batches",), str, "Batch sizes: 1,8.", _comma_ints),
+    "batches": Flag(("batches",), list[str], "Batch sizes: 1,8.", _comma_ints),
     "matrix": Flag(("matrix",), bool, "Print and draw the matrix pool × domains, and test its diagonal."),
     "metric": Flag(("metric",), str, "Metric in the cells of the matrix: mat, speedup or accept_rate."),
-    "baselines": Flag(("baselines",), str, "vanilla,transformers (default), one of them, or none.", _none_or_names),
+    "baselines": Flag(
+        ("baselines",), list[str], "vanilla,transformers (default), one of them, or none.", _none_or_names
+    ),
     "algo": Flag(
-        ("algo",), str, "Policy, or several separated by commas: cgp-ucb (default), … (`specctl guide choosing`)."
+        ("algo",),
+        list[str],
+        "Policy, or several separated by commas: cgp-ucb (default), … (`specctl guide choosing`).",
+        _joined,
     ),
     "choose": Flag(
         ("choose",), str, "Policy that chooses among several drafters: cgp-ucb (default), … (`specctl guide choosing`)."
     ),
-    "learner": Flag(("algo",), str, "Update rule, alone or with a family, or several: ogd, opt-hydra, ens-eagle3, …"),
-    "step_algo": Flag(("algo",), str, "lr (default), osd-lr, online-lr, or several: how the draft LM learns."),
+    "learner": Flag(
+        ("algo",), list[str], "Update rule, alone or with a family, or several: ogd, opt-hydra, ens-eagle3, …", _joined
+    ),
+    "step_algo": Flag(
+        ("algo",), list[str], "lr (default), osd-lr, online-lr, or several: how the draft LM learns.", _joined
+    ),
     "schedule": Flag(("stream.schedule",), str, "Domains in turn, each with its number of prompts: sql:400,math:400."),
     "mixing": Flag(("stream.kind",), str, "abrupt (default), mix or drift: how one domain follows another."),
     "chunk": Flag(("stream.chunk",), int, "Prompts between two updates."),
@@ -169,7 +190,10 @@ FLAGS: dict[str, Flag] = {
     ),
     "learner_device": Flag(("learner_device",), str, "With --async: device of the learner, such as cuda:1."),
     "online_baselines": Flag(
-        ("baselines",), str, "vanilla,static,lookup,retrieval (default), suffix, some of them, or none.", _none_or_names
+        ("baselines",),
+        list[str],
+        "vanilla,static,lookup,retrieval (default), suffix, some of them, or none.",
+        _none_or_names,
     ),
     "allow_code_execution": Flag(
         ("reasoning.allow_code_execution",), bool, "Run programs that the target wrote, to score them."
@@ -178,7 +202,7 @@ FLAGS: dict[str, Flag] = {
     "reset": Flag(("reset",), str, "When a policy forgets: after every query (default) or session, or never (stream)."),
     "session": Flag(("session",), int, "Prompts per session, from one domain."),
     "select_baselines": Flag(
-        ("baselines",), str, "vanilla,beside (default), fixed (every arm), draft-all; or none.", _none_or_names
+        ("baselines",), list[str], "vanilla,beside (default), fixed (every arm), draft-all; or none.", _none_or_names
     ),
     "rivals": Flag(("rivals",), list[str], "Drafter for comparison, not in the pool; repeatable.", _names, "PATH"),
     "record": Flag(("record",), str, "Record every drafter's drafts at every position, and stop.", metavar="FILE"),
@@ -188,7 +212,7 @@ FLAGS: dict[str, Flag] = {
     "batch": Flag(("batch",), int, "Sequences decoded at a time."),
     "limit": Flag(("limit",), int, "Prompts per domain."),
     "data_limit": Flag(("data.limit",), int, "Prompts per domain."),
-    "seeds": Flag(("seeds",), str, "Seeds, one repeat each, for intervals: 0,1,2.", _comma_ints),
+    "seeds": Flag(("seeds",), list[str], "Seeds, one repeat each, for intervals: 0,1,2.", _comma_ints),
     "shard": Flag(("shard",), str, "This job's part of the prompts, for job arrays.", metavar="I/N"),
     "learn": Flag(("learn.enabled",), bool, "Let the drafter learn from the texts that are served."),
     "log": Flag(("log",), list[str], "Also log to tensorboard, wandb or trackio; repeatable.", _names),

@@ -404,8 +404,11 @@ def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
         problem = "should be true or false"
     if error["type"] == "string_pattern_mismatch":
         problem = f"should be {FORMS[error['ctx']['pattern']]}"
+    if error["type"] == "too_short":
+        least = error["ctx"]["min_length"]
+        problem = f"needs at least {least} {'item' if least == 1 else 'items'}"
     given = error["input"]
-    got = "" if isinstance(given, dict | Section) else f" (got {brief(repr(given))})"
+    got = "" if isinstance(given, dict | Section) or repr(given) in problem else f" (got {brief(repr(given))})"
     near = ""
     if error["type"] == "literal_error" and isinstance(given, str):
         near = _nearest(given, re.findall("'([^']+)'", error["ctx"]["expected"]))

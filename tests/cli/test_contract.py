@@ -557,6 +557,28 @@ def test_text_that_stdout_cannot_encode_is_escaped():
         assert (code, json.loads(shown)["error"]["message"]) == (2, f"{path} is not a directory")
 
 
+def test_an_option_with_a_list_may_be_repeated(specctl):
+    """Only the last one counted, without a word, while --drafter could be repeated."""
+    lists = ["--domain", "sql", "--domain", "math, code", "--seeds", "0", "--seeds", "1,2", "--baselines", "vanilla"]
+    recipe = specctl.ok("eval", *lists, "--baselines", "transformers", "--dry-run", "--json").json["recipe"]
+    assert recipe["data"]["domain"] == ["sql", "math", "code"] and recipe["seeds"] == [0, 1, 2]
+    assert recipe["baselines"] == ["vanilla", "transformers"]
+    lists = ["--algo", "ucbspec", "--algo", "fixed,hedge", "--baselines", "none"]
+    recipe = specctl.ok("select", *lists, "--dry-run", "--json").json["recipe"]
+    assert (recipe["algo"], recipe["baselines"]) == (["ucbspec", "fixed", "hedge"], [])
+
+
+def test_a_wrong_value_is_told_once_and_in_plain_words(specctl):
+    assert specctl("eval", "--domain", "").err == "error: --domain: data.domain: needs at least 1 item (got '')\n"
+    assert specctl("distill", "--server", "a:1").err.count("a:1") == 1
+    assert specctl("eval", "--device", "gpu").err.count("'gpu'") == 1
+
+
+def test_the_word_of_a_command_leads_to_its_guide(specctl):
+    """`specctl guide eval` used to suggest the guide of eval-server."""
+    assert "did you mean results?" in specctl("guide", "eval").err
+
+
 def test_a_locale_without_utf8_changes_no_word_of_the_command_line():
     """Python decodes the words byte by byte there. Messages used to show surrogates, only prompts were read right."""
     _, _, said = ended("guide näß", LC_ALL="C", PYTHONUTF8="0")
