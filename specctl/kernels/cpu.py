@@ -349,25 +349,10 @@ def drafter_feedback(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Dr
         negentropy = torch.mul(dense, log_p, out=rest[0]).sum(-1)
         of_target.append(torch.stack((target.mass, negentropy, dense.gather(1, x)[:, 0])))
         of_drafts.append([_drafted(draft, at, x, target, rest) for draft in drafts])
-    mass, negentropy, p_x = torch.cat(of_target, -1)
-    entropy = -negentropy
+    totals = torch.cat(of_target, -1)
     each = [torch.cat(sums, -1) for sums in zip(*of_drafts, strict=True)]
-    table = torch.stack(each, 1) if each else entropy.new_zeros(7, 0, len(entropy))
-    cross, excess, q_log_q, q_log_p, q_x, agree, missed = table
-    statistics = dict(
-        accept=(mass - excess).clamp_(min=0),
-        p_minus_q=excess,
-        kl=negentropy - cross,
-        ce=-q_x.clamp_min(TINY).log(),
-        reverse_kl=q_log_q - q_log_p,
-        p_x=p_x.expand_as(q_x),
-        q_x=q_x,
-        agree=agree,
-        support_miss=missed,
-    )
-    fields = {name: field.masked_fill(cross.isnan(), torch.nan) for name, field in statistics.items()}
-    fields["entropy"] = entropy
-    return DrafterFeedback(**{name: field.masked_fill(~p.valid, torch.nan) for name, field in fields.items()})
+    table = torch.stack(each, 1) if each else totals.new_zeros(6, 0, totals.shape[1])
+    return DrafterFeedback.of_sums(totals, table, p.valid, ~table[1].isnan())
 
 
 def _target(rows: Rows, at: slice, logits: Tensor, p: Tensor, log_p: Tensor) -> Tensor:
@@ -407,7 +392,7 @@ class _TargetRows(NamedTuple):
 
 
 def _drafted(draft: DraftRows, at: slice, x: Tensor, target: _TargetRows, buffers: list[Tensor]) -> Tensor:
-    """Σ p log q, Σ max(p − q, 0), Σ q log q, Σ q log p, q(x), agreement, and p outside the vocabulary: [7, R]."""
+    """The sums [6, R] of one drafter, for `DrafterFeedback.of_sums`."""
     best, mass, p, log_p = target
     missed = torch.zeros_like(mass)
     if draft.ids is not None:
@@ -427,10 +412,9 @@ def _drafted(draft: DraftRows, at: slice, x: Tensor, target: _TargetRows, buffer
     else:
         q_x, likeliest = torch.where(draft.ids == x, q, 0.0).sum(-1), draft.ids[likeliest]
     sums = (
-        torch.mul(p, log_q, out=product).sum(-1) + missed * _LOG_TINY,
         torch.sub(p, q, out=product).relu_().sum(-1) + missed,
-        torch.mul(q, log_q, out=product).sum(-1),
-        torch.mul(q, log_p, out=product).sum(-1),
+        torch.mul(p, log_q, out=product).sum(-1) + missed * _LOG_TINY,
+        torch.mul(q, log_q, out=product).sum(-1) - torch.mul(q, log_p, out=product).sum(-1),
         q_x,
         (likeliest == best).to(q.dtype),
         missed,

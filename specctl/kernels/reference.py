@@ -7,8 +7,8 @@ synchronizes with the host. A function modifies its arguments only if its docstr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,25 @@ class DrafterFeedback(NamedTuple):
     agree: Tensor  # [N, R] 1 if both have the same most likely token, else 0
     support_miss: Tensor  # [N, R] mass that p has outside the draft vocabulary
     entropy: Tensor  # [R] −Σ p log p
+
+    @classmethod
+    def of_sums(cls, target: Tensor, drafts: Iterable[Tensor], p_valid: Tensor, q_valid: Tensor) -> Self:
+        """From sums over the vocabulary.
+
+        Args:
+            target: [3, R] Σ p, Σ p log p and p(x).
+            drafts: Σ max(p − q, 0), Σ p log q, Σ q log(q / p), q(x), the agreement, and Σ p outside the draft
+                vocabulary, [N, R] each.
+            p_valid, q_valid: [R] and [N, R] bool: whether p and q are distributions.
+        """
+        mass, negentropy, p_x = target
+        excess, cross, reverse, q_x, agree, missed = drafts
+        ce = -q_x.clamp_min(TINY).log()
+        accept, kl = (mass - excess).clamp_min(0), negentropy - cross
+        fields = accept, excess, kl, ce, reverse, p_x.expand_as(q_x), q_x, agree, missed
+        broken = ~(p_valid & q_valid)
+        known = (field.masked_fill(broken, torch.nan) for field in fields)
+        return cls._make([*known, (-negentropy).masked_fill(~p_valid, torch.nan)])
 
 
 class Ancestry(NamedTuple):

@@ -183,26 +183,12 @@ def drafter_feedback(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Dr
     )  # fmt: skip
 
     excess, cross, reverse, q_x, missed = sums.sum(1)
-    mass, negentropy, p_x = of_p[:3].sum(1)
     best = torch.where(of_p[3] == of_p[3].amax(0), firsts, vocabulary).amin(0)
     best = torch.where(p.greedy >= 0, p.greedy, best)
     proposed = [best_id if d.ids is None else d.ids[best_id] for best_id, d in zip(likeliest, drafts, strict=True)]
-    agree = torch.stack(proposed) == best if drafts else likeliest
-    statistics = dict(
-        accept=(mass - excess).clamp_min(0),
-        p_minus_q=excess,
-        kl=negentropy - cross,
-        ce=-q_x.clamp_min(TINY).log(),
-        reverse_kl=reverse,
-        p_x=p_x.expand(n, rows),
-        q_x=q_x,
-        agree=agree.to(excess.dtype),
-        support_miss=missed,
-    )
-    known = q_lse.isfinite() & p.valid
-    entropy = torch.where(p.valid, -negentropy, torch.nan)
-    fields = {name: torch.where(known, field, torch.nan) for name, field in statistics.items()}
-    return DrafterFeedback(**fields, entropy=entropy)
+    agree = (torch.stack(proposed) == best if drafts else likeliest).to(excess.dtype)
+    of_drafts = excess, cross, reverse, q_x, agree, missed
+    return DrafterFeedback.of_sums(of_p[:3].sum(1), of_drafts, p.valid, q_lse.isfinite())
 
 
 def _inverse(ids: Tensor, vocabulary: int) -> Tensor:
