@@ -7,6 +7,7 @@ many users would keep them in a tree: RadixAttention (Zheng et al. 2024).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import takewhile
 from operator import eq
@@ -46,15 +47,15 @@ class PrefixCache:
     """The texts of one target that were used last.
 
     Args:
-        most_texts: largest number of texts, or None.
-        most_bytes: largest sum of their bytes, or None.
+        most_texts: largest number of texts.
+        most_bytes: largest sum of their bytes.
 
     Attributes:
         texts: the cached texts. The one that was used last is at the end. No text is a prefix of another.
         read: number of tokens that prefills have run through the target.
     """
 
-    def __init__(self, most_texts: int | None = None, most_bytes: int | None = None):
+    def __init__(self, most_texts: float = math.inf, most_bytes: float = math.inf):
         self.most_texts, self.most_bytes = most_texts, most_bytes
         self.texts: list[CachedText] = []
         self.read = 0
@@ -98,7 +99,7 @@ class PrefixCache:
     def has_room(self, target: Target, taps: tuple[int, ...], count: int) -> bool:
         """Whether `count` tokens fit into the cache if it holds nothing else."""
         features = len(taps) * target.hidden_size * target.dtype.itemsize
-        return self.most_bytes is None or (target.new_cache(1, 1).nbytes + features) * count <= self.most_bytes
+        return (target.new_cache(1, 1).nbytes + features) * count <= self.most_bytes
 
     def keep(self, state: DecodeState, slots: list[int]) -> None:
         """Cache the finished texts in `slots`, while their cache rows still exist."""
@@ -112,18 +113,12 @@ class PrefixCache:
     def _add(self, new: CachedText) -> None:
         """Add a text in place of its prefixes, and drop the texts for which there is no room any more. A text that is
         too large for the whole cache is left out."""
-        if self.most_bytes is not None and new.nbytes > self.most_bytes:
+        if new.nbytes > self.most_bytes:
             return
         self.texts = [text for text in self.texts if text.ids != new.ids[: len(text.ids)]]
         self.texts.append(new)
-        while self._too_full:
+        while len(self.texts) > self.most_texts or sum(text.nbytes for text in self.texts) > self.most_bytes:
             del self.texts[0]
-
-    @property
-    def _too_full(self) -> bool:
-        if self.most_texts is not None and len(self.texts) > self.most_texts:
-            return True
-        return self.most_bytes is not None and sum(text.nbytes for text in self.texts) > self.most_bytes
 
     def _prefill_one(
         self,

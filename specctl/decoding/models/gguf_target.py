@@ -306,9 +306,10 @@ class Weight:
         quantized_only: indexing gives NaN without memory, for a model that does not use the parameter.
     """
 
-    def __init__(self, stored: StoredTensor, place: GGUFParameter, dtype: torch.dtype, quantized_only: bool = False):
+    quantized_only = False
+
+    def __init__(self, stored: StoredTensor, place: GGUFParameter, dtype: torch.dtype):
         self.stored, self._place, self.dtype, self.shape = stored, place, dtype, torch.Size(place.shape)
-        self.quantized_only = quantized_only
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
