@@ -19,6 +19,7 @@ from specctl.decoding.models import gguf_target, supported
 from specctl.decoding.models.loading import is_gguf, is_hub_id, load_errors, load_generation_config, model_directory
 from specctl.errors import CheckpointError
 
+COPY = "copy the weights again, or the config.json that belongs to them"
 CUT = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.(weight|bias)$")
 
 
@@ -68,10 +69,10 @@ def load_slice(
         supported.check_headers(f"target {name}", model_directory(name, revision), config)
         for key, parameter in list(model.named_parameters()):  # a tied head appears once, as the embedding
             if key not in held:
-                raise CheckpointError(f"target {name}: its safetensors files lack {key}")
+                raise CheckpointError(f"target {name}: its safetensors files lack {key}", COPY)
             if list(parameter.shape) != held[key].get_shape():
                 shapes = f"{held[key].get_shape()} in its files, but config.json requires {list(parameter.shape)}"
-                raise CheckpointError(f"target {name}: {key} has shape {shapes}")
+                raise CheckpointError(f"target {name}: {key} has shape {shapes}", COPY)
             tensor = _cut(held[key], key, parameter.shape, config, part)
             module = model.get_submodule(key.rpartition(".")[0])
             setattr(module, key.rpartition(".")[2], _fixed(tensor.to(device, dtype)))
