@@ -36,10 +36,10 @@ def select_rows(memory: Tensor, index: Tensor, dim: int = 0) -> Tensor:
 class KVCache:
     """Keys and values of every layer in one tensor [L, B, capacity, 2·Hkv, D]: keys first, then values.
 
-    The two lie side by side because a layer's projection yields them so: one copy stores both. `rope` is the model's
-    rotary table for these positions. A graph over this cache keeps reading that table, even if the model has made a
-    longer one since. `skipped` are the slots that each sequence leaves out (`CatchUp`); `Plan.without_slots` masks
-    them. `memory` has room for B or more sequences, and `store` is its first part.
+    A layer's projection gives them side by side, so one copy stores both. `rope` is the model's rotary table for these
+    positions. A graph over this cache keeps reading that table, even if the model has made a longer one since.
+    `skipped` are the slots that each sequence leaves out (`CatchUp`); `Plan.without_slots` masks them. `memory` has
+    room for B or more sequences, and `store` is its first part.
     """
 
     rope: Rope | None = None
@@ -47,7 +47,7 @@ class KVCache:
 
     def __init__(self, layers: int, batch: int, heads: int, capacity: int, head_dim: int, *, dtype, device):
         self.heads = heads
-        self.skipped = [range(0)] * batch
+        self.skipped = [EMPTY_RANGE] * batch
         self._over(torch.zeros(layers, batch, capacity, 2 * heads, head_dim, dtype=dtype, device=device), batch)
 
     def _over(self, memory: Tensor, batch: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specctl.decoding.cache import KVCache, select_rows
 from specctl.decoding.pages import PAGE, SCRATCH_PAGE, Lease, PagePool, new_table, pages_for
-from specctl.decoding.plan import EMPTY_RANGE, Plan
+from specctl.decoding.plan import Plan
 from specctl.kernels import gather_pages, slots_of
 
 
@@ -38,7 +38,6 @@ class PagedCache(KVCache):
 
     def _over(self, memory: Tensor, batch: int) -> None:
         self.memory, self.table, self.batch = memory, memory[:batch], batch
-        self.skipped = [EMPTY_RANGE] * batch
 
     def count_fitting(self, texts: list[int]) -> int:
         needed = accumulate(pages_for(most) for most in texts)
@@ -149,6 +148,3 @@ class PagedCache(KVCache):
         self.leases = [None if i in again else self.leases[b] for i, b in enumerate(chosen)]
         self._over(select_rows(self.memory, index), len(index))
         self.table[again] = SCRATCH_PAGE
-
-    def mark_written(self, starts: list[int]) -> None:
-        """No-op: the target's cache skips no slots."""

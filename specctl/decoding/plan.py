@@ -91,7 +91,7 @@ class Plan:
         if self.ancestry is None:
             return self
         if self._masked is None:
-            mask = _additive(self.ancestry.allowed(self.positions.shape[1], self.span), dtype)
+            mask = additive_mask(self.ancestry.allowed(self.positions.shape[1], self.span), dtype)
             contiguous = self.contiguous and self.ancestry.first is None
             self._masked = replace(self, mask=mask, contiguous=contiguous, ancestry=None)
         return self._masked
@@ -179,27 +179,26 @@ def plan_rows(
         steps = torch.arange(rows, device=device).unsqueeze(0) if depth is None else depth
         starts = torch.tensor(base, device=device)
         positions = starts.unsqueeze(1) + steps
-    ragged = batch > 1 and min(base) != max(base)
     fixed = span is not None
     width = span if span is not None else max(base) + rows
-    prefill = not fixed and not ragged and visible is None and base[0] == 0 and rows > 1
-    if not prefill and by_kernel(device) and (visible is None or rows <= BITS):
+    staircase = not fixed and visible is None and (batch == 1 or min(base) == max(base))
+    causal = staircase and base[0] == 0 and rows > 1  # a prefill
+    mask: Tensor | None = None
+    ancestry: Ancestry | None = None
+    if not causal and by_kernel(device) and (visible is None or rows <= BITS):
         at = torch.full((batch,), base[0], device=device) if starts is None else starts
         ancestry = Ancestry(at, rows, None if visible is None else packed(visible), fixed_order=fixed)
-        return Plan(base, positions, width, None, False, contiguous, ancestry=ancestry)
-    if not fixed and not ragged and visible is None:
-        if rows == 1:
-            return Plan(base, positions, width, None, False, contiguous)
-        if base[0] == 0:
-            return Plan(base, positions, width, None, True, contiguous)
-        return Plan(base, positions, width, _staircase(base[0], rows, device, dtype), False, contiguous)
-    if not fixed and batch == 1 and visible is not None:
+    elif staircase:
+        if rows > 1 and not causal:
+            mask = _staircase(base[0], rows, device, dtype)
+    elif not fixed and batch == 1 and visible is not None:
         mask = torch.zeros(1, 1, rows, width, dtype=dtype, device=device)
         mask[0, 0, :, base[0] :].masked_fill_(~visible[0], MINUS_INF)
-        return Plan(base, positions, width, mask, False, contiguous)
-    starts = torch.tensor(base, device=device) if starts is None else starts
-    allowed = Ancestry(starts, rows).allowed(rows, width) if visible is None else _allowed(starts, visible, width)
-    return Plan(base, positions, width, _additive(allowed, dtype), False, contiguous)
+    else:
+        starts = torch.tensor(base, device=device) if starts is None else starts
+        allowed = Ancestry(starts, rows).allowed(rows, width) if visible is None else _allowed(starts, visible, width)
+        mask = additive_mask(allowed, dtype)
+    return Plan(base, positions, width, mask, causal, contiguous, ancestry=ancestry)
 
 
 def plan_at(
@@ -223,7 +222,7 @@ def plan_at(
     if by_kernel(base.device) and (chain or reach <= BITS):
         ancestry = Ancestry(base, reach, None if chain else packed(visible))
         return Plan([], positions, span, None, False, False, slots, ancestry=ancestry)
-    mask = _additive(_allowed(base, visible, span), dtype)
+    mask = additive_mask(_allowed(base, visible, span), dtype)
     return Plan([], positions, span, mask, False, False, slots)
 
 
@@ -240,7 +239,7 @@ def _allowed(base: Tensor, visible: Tensor, span: int) -> Tensor:
     return (relative < 0) | (inside & visible.gather(2, relative.clamp(0, reach - 1)))
 
 
-def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive mask [B, 1, T, span] for attention scores."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, MINUS_INF).unsqueeze(1)

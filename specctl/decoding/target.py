@@ -207,7 +207,7 @@ class Target(TargetText):
         if pool is None:
             return self.model.new_cache(batch, capacity)
         assert isinstance(self.model, lean.LeanModel)
-        return self.model.paged_cache(pool, batch, capacity)
+        return self.model.new_cache(batch, capacity, pool)
 
     def check_request(self, request: Request) -> None:
         """Raise DataError if the prompt is empty, too long for the context or has an id outside of the vocabulary, if

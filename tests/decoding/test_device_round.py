@@ -367,7 +367,7 @@ def test_lengths_and_ancestors_instead_of_masks(tiny, drafters, on_device, monke
     expected = decode(tiny, **how)
     monkeypatch.setenv("SPECCTL_LAYERS", "fused")
     monkeypatch.setenv("SPECCTL_ATTENTION", "kernel")
-    monkeypatch.setattr(plans, "_additive", lambda *args: pytest.fail("a mask is made"))
+    monkeypatch.setattr(plans, "additive_mask", lambda *args: pytest.fail("a mask is made"))
     assert decode(tiny, **how) == expected
     whole, spans = device_round.DeviceRounds.round, set()
     monkeypatch.setattr(

@@ -22,8 +22,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.model import PREFILL_ROWS
 from specctl.decoding.models.supported import context_limit, window_size
-from specctl.decoding.plan import Plan
+from specctl.decoding.plan import Plan, additive_mask
 from specctl.errors import UsageError
+from specctl.kernels import Ancestry
 
 
 class ShardedCache(KVCache):
@@ -211,11 +212,8 @@ class HFModel:
             return None  # plain causal attention, which SDPA does without a quadratic mask
         full = plan.mask
         if full is None:
-            slots = torch.arange(plan.span, device=self.device)
-            start = torch.tensor(plan.base, device=self.device).view(-1, 1, 1)
-            allowed = slots.view(1, 1, -1) <= start + torch.arange(rows, device=self.device).view(1, -1, 1)
-            full = torch.zeros(batch, rows, plan.span, dtype=self.dtype, device=self.device)
-            full = full.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
+            base = torch.tensor(plan.base, device=self.device)
+            full = additive_mask(Ancestry(base, rows).allowed(rows, plan.span), self.dtype)
         full = full.expand(batch, 1, rows, plan.span)
         if self.window is None:
             return {"full_attention": full} if self.mixed else full

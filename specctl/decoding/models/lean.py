@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl import kernels
-from specctl.decoding import paged
 from specctl.decoding.attention import serves, serves_pages
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models import gguf_target
@@ -25,6 +24,7 @@ from specctl.decoding.models.native import PRODUCTS, fits, native_step
 from specctl.decoding.models.native import ROWS as NATIVE_ROWS
 from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import DENSE, ropes
+from specctl.decoding.paged import PagedCache
 from specctl.decoding.pages import PagePool, PoolLayout
 from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
@@ -211,10 +211,13 @@ class LeanModel:
         # Every row of a C++ step has the same bits however many rows run, so a text does not depend on what was cached.
         self.prefill_rows = PREFILL_ROWS if self._native is None else NATIVE_ROWS
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        cache = KVCache(
-            len(self.layers), batch, self.kv_heads, capacity, self.head_dim, dtype=self.dtype, device=self.device
-        )
+    def new_cache(self, batch: int, capacity: int, pool: PagePool | None = None) -> KVCache:
+        """A cache for `batch` sequences; in pages of `pool`, which has the layout `form`, if it is given."""
+        if pool is None:
+            sizes = len(self.layers), batch, self.kv_heads, capacity, self.head_dim
+            cache = KVCache(*sizes, dtype=self.dtype, device=self.device)
+        else:
+            cache = PagedCache(pool, batch, capacity)
         cache.rope = self._rope_for(capacity)
         return cache
 
@@ -250,12 +253,6 @@ class LeanModel:
         if self.device.type != "cuda" or not self.by_kernel:
             return False
         return serves_pages(self.device, self.dtype, self.heads, self.kv_heads, self.head_dim)
-
-    def paged_cache(self, pool: PagePool, batch: int, capacity: int) -> KVCache:
-        """A cache like `new_cache`'s, in a pool with this model's layout."""
-        cache = paged.PagedCache(pool, batch, capacity)
-        cache.rope = self._rope_for(capacity)
-        return cache
 
     def _rope_for(self, capacity: int) -> Rope:
         if self._rope is None or self._rope.cos.shape[0] < capacity:
