@@ -14,8 +14,7 @@ import torch
 from specctl import processes, progress, threads
 from specctl.decoding.cache import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.device import graphs
-from specctl.decoding.device.rounds import DeviceRounds, device_rounds
+from specctl.decoding.device import rounds
 from specctl.decoding.host_runner import HostRunner, prefill
 from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.protocols import Controller, OnPrefill, OnRound, Proposer
@@ -100,18 +99,18 @@ class Engine:
         # A weak reference, so that an engine that is dropped frees its caches at once.
         self._report = partial(Engine._observe, weakref.proxy(self))
         self.host = HostRunner(target, options.share_rows, self._report)
-        self.device: DeviceRounds | None = None
-        # Rounds can run ahead of the host if the controller can wait for their results. Tensor-parallel ranks compare
-        # every round on the host.
+        # Rounds can run ahead of the host if the controller can wait for their results. Skipped slots have no masks
+        # there (`plan_at`), and tensor-parallel ranks compare every round on the host.
         late = self.controller.accepts_late_counts and options.keeps_hidden >= self.controller.keeps_hidden
-        self._ahead = late and not options.on_host and processes.group_size() == 1
-        self._host_batch = 0  # batch size at which the only drafter had no device rounds; drafts depend on the size
+        on_host = options.on_host or options.exact or options.catch_up != RECOMPUTE or processes.group_size() > 1
+        self._ahead = late and not on_host and rounds.possible(target)
         self._added = 0
-        self.state = self._new_state()
+        self._start()
 
-    def _new_state(self) -> DecodeState:
+    def _start(self) -> None:
+        """Begin without sequences and without memory."""
         options, rows = self.options, EXACT_ROWS if self.options.exact else 0
-        return DecodeState(
+        self.state = DecodeState(
             self.target,
             taps=self.controller.taps,
             spare=max(MAX_NODES, rows),
@@ -119,6 +118,11 @@ class Engine:
             catch_up=options.catch_up,
             keeps_hidden=options.keeps_hidden,
         )
+        self.device = self._device_rounds()
+
+    def _device_rounds(self) -> rounds.DeviceRounds | None:
+        budget = partial(budget_for, self.options.share_rows)
+        return rounds.DeviceRounds(self.target, self.state, budget, self._report) if self._ahead else None
 
     def add(self, request: Request) -> int:
         """Add a request and return its id. A later step prefills it and draws its first token.
@@ -190,7 +194,7 @@ class Engine:
                 self.controller.end(text)
         self.waiting.clear()
         self.texts.clear()
-        self.state, self.device = self._new_state(), None
+        self._start()
 
     def exchange(self, controller: Controller, dropped: Iterable[Proposer]) -> None:
         """Draft with another controller from the next round on. Texts go on: a drafter that has no memory of them reads
@@ -206,39 +210,23 @@ class Engine:
         for drafter in dropped:
             drafter.invalidate(self.state)
             self.state.memory.pop(drafter, None)  # a hybrid also keeps counts of the texts
-        self.device = None  # graphs hold the addresses of weights
+        self.device = self._device_rounds()  # graphs hold the addresses of weights
 
     def _round(self) -> None:
         """Run one round: choose a drafter, propose, verify, commit, observe."""
-        state = self.state
+        state, device = self.state, self.device
         if state.needs_room(TWO_ROUNDS_TOKENS):
             self._drain()
             state.reserve(TWO_ROUNDS_TOKENS)
-        if not self._ahead:
-            self._drain()
+        # Pending rounds may end the last sequence.
         proposer = self.controller.choose(state) if state.unfinished else None
-        if proposer is None and self.device is not None:
-            self.device.wait()
+        if proposer is None and device is not None:
+            device.wait()
             proposer = self.controller.choose(state) if state.unfinished else None
-        # Pending rounds may have ended the last sequence.
-        if proposer is not None and not self._played_on_device(proposer) and state.unfinished:
+        if proposer is None or (device is not None and device.play(proposer)):
+            return
+        if state.unfinished:
             self.host.play(state, proposer)
-
-    def _played_on_device(self, proposer: Proposer) -> bool:
-        """Launch a round that the host does not wait for. Returns False if this round must run on the host."""
-        if not self._ahead:
-            return False
-        if self.device is None:
-            if self.state.batch == self._host_batch:
-                return False
-            budget = partial(budget_for, self.options.share_rows)
-            self.device = device_rounds(self.target, self.state, proposer, budget, self._report)
-            if self.device is None:
-                if isinstance(self.controller, Fixed):  # other controllers may choose a drafter that can
-                    self._host_batch = self.state.batch
-                    self._ahead = not graphs.have_failed(self.state.device, proposer.kind)
-                return False
-        return self.device.play(proposer)
 
     def _observe(self, state: DecodeState, result: RoundResult) -> None:
         """Let the controller, and then the listener, observe a round."""
@@ -257,7 +245,7 @@ class Engine:
         if self.options.slots is not None:
             count = min(count, self.options.slots - len(self.state.live))
         count = self._count_fitting(count)
-        if count <= 0:
+        if not count:
             return []
         self._drain()
         if not self.texts:
@@ -292,7 +280,8 @@ class Engine:
             self.texts[text.index] = text
             text.fail(
                 DataError(
-                    f"no room for the KV cache of a sequence of {text.limit} tokens: other sequences hold the memory"
+                    f"no room for the KV cache of a sequence of {text.limit} tokens: other sequences hold the memory",
+                    "run fewer or shorter sequences at once, or raise SPECCTL_KV_GIB",
                 )
             )
         return fitting
@@ -304,9 +293,9 @@ class Engine:
             self.state.capacity = longest + self.state.spare + 1
         elif self.state.batch and not self.options.exact:
             self.state.restart(count)
-            if self.device is not None:
-                self.device.batch = self.state.batch
             self.state.any_sampled = any(text.request.sampling.temperature > 0 for text in self.waiting.values())
+        if self.device is not None:
+            self.device.batch = self.state.width(count)
 
     def _free_batch(self) -> None:
         """Free the memory of a batch with all its sequences ended. Caches that graphs were made for are kept, unless
@@ -315,7 +304,7 @@ class Engine:
             self._drain()
             self.state.rounds = self.state.ahead = self.state.replays = 0
         else:
-            self.state, self.device = self._new_state(), None
+            self._start()
 
     def _clear_up(self) -> None:
         """Cache finished texts as prefixes, release their memory, and drop idle slots if they are too many."""
@@ -334,6 +323,7 @@ class Engine:
 
     def _events(self) -> Iterator[Event]:
         """Yield the events of all sequences with something new to report."""
+        state, clock = self.state, self.clock
         for text in list(self.texts.values()):
             tokens, text.reported = text.ids[text.reported :], len(text.ids)
             if text.stop is None:
@@ -343,11 +333,8 @@ class Engine:
             del self.texts[text.index]
             if text.controller_begun:
                 self.controller.end(text)
-            yield Event(text.index, tokens, self._decoded(text), text.error)
-
-    def _decoded(self, text: Sequence) -> Decoded:
-        state, clock = self.state, self.clock
-        return text.decoded(clock.prefill_s, clock.decode_s, state.replays, state.ahead, state.rounds)
+            decoded = text.decoded(clock.prefill_s, clock.decode_s, state.replays, state.ahead, state.rounds)
+            yield Event(text.index, tokens, decoded, text.error)
 
 
 def decode(engine: Engine, requests: list[Request], *, stoppable: bool = True) -> list[Decoded]:
@@ -356,8 +343,8 @@ def decode(engine: Engine, requests: list[Request], *, stoppable: bool = True) -
     together = min(engine.options.slots or len(requests), len(requests))
     with threads.step_threads(engine.target.row_flops * together):
         decoded = list(stream(engine, requests, stoppable=stoppable))
-    prefill_s, decode_s = decoded[-1].prefill_s, decoded[-1].decode_s
-    whole = [replace(text, prefill_s=prefill_s, decode_s=decode_s) for text in decoded]
+    clock = engine.clock
+    whole = [replace(text, prefill_s=clock.prefill_s, decode_s=clock.decode_s) for text in decoded]
     return sorted(whole, key=lambda text: text.index)
 
 

@@ -81,12 +81,10 @@ class HostRunner:
     def _fail_undraftable(self, state: DecodeState, proposer: Proposer, error: Exception) -> None:
         """Fail the sequences for which drafting raises an error even alone. If drafting fails for no sequence alone,
         fail all of the batch."""
-        errors = {b: self._alone(state, proposer, b) for b in state.live} if len(state.live) > 1 else {}
-        if not any(errors.values()):
-            errors = dict.fromkeys(state.live, error)
-        for b, reason in errors.items():
-            if reason is not None:
-                state.rows[b].fail(reason)
+        alone = {b: self._alone(state, proposer, b) for b in state.live} if len(state.live) > 1 else {}
+        errors = {b: reason for b, reason in alone.items() if reason is not None}
+        for b, reason in (errors or dict.fromkeys(state.live, error)).items():
+            state.rows[b].fail(reason)
         proposer.invalidate(state)  # its memory of the other sequences may be half written
 
     def _alone(self, state: DecodeState, proposer: Proposer, b: int) -> Exception | None:

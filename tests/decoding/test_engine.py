@@ -73,6 +73,11 @@ def alone(target, request, drafter=None):
     return found
 
 
+def test_no_requests_give_no_texts(tiny):
+    """An IndexError: the seconds were those of the last text."""
+    assert decode(tiny, [], sampling=GREEDY, max_new_tokens=1, seeds=[]) == []
+
+
 def drain(engine, told=None):
     """Step until the engine is idle. Returns all events as {id: (tokens, end)}."""
     told = {} if told is None else told

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from specctl.decoding.cache import RECOMPUTE, CatchUp
-from specctl.decoding.device.rounds import device_rounds
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.dflash.drafter import BlockDrafter
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
@@ -20,7 +19,7 @@ from tests.drafters.test_dflash import block_head
 from tests.drafters.test_peagle import peagle_head
 from tests.lossless.drafters import own_weights
 from tests.toys import mtp
-from tests.toys.decoding import decode
+from tests.toys.decoding import decode, engine_for
 
 SINK, WINDOW = 2, 6
 NARROW = CatchUp(SINK, WINDOW)
@@ -179,11 +178,6 @@ def test_the_next_text_in_a_slot_starts_without_a_gap(target, prompts, own, name
 
 def test_device_rounds_do_not_support_catch_up_windows(target, prompts, own, monkeypatch):
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
-    drafter, found = MAKE["eagle3"](target, own), []
-
-    def ask(state):
-        for state.catch_up in (RECOMPUTE, NARROW):
-            found.append(device_rounds(target, state, drafter, lambda *_: 8, lambda *_: None) is None)
-
-    watch(target, prompts[:1], drafter, ask, new=2)
-    assert found == [False, True]
+    drafter = MAKE["eagle3"](target, own)
+    engines = [engine_for(target, drafter, catch_up=how) for how in (RECOMPUTE, NARROW)]
+    assert [engine.device is None for engine in engines] == [False, True]

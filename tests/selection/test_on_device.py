@@ -263,8 +263,7 @@ def test_a_round_of_every_arm_can_be_captured(tiny, pool, monkeypatch, sampling,
     for arm in arms:
         with torch.inference_mode():
             rounds._hand_back()
-            rounds.active_drafter = arm
-            assert rounds.load()
+            assert rounds.load(arm)
         with torch.inference_mode(), NoHost(monkeypatch):
             rounds.round(rounds.state.capacity)
     assert len(rounds.tracks) == len(arms)

@@ -34,11 +34,6 @@ def refuse(device: torch.device, shape: Shape) -> None:
     _refused.add((device, shape))
 
 
-def have_failed(device: torch.device, kind: str) -> bool:
-    """Whether graphs of rounds of this kind have failed on this device, for any batch size."""
-    return any((where, shape[0]) == (device, kind) for where, shape in _refused)
-
-
 def span_for(needed: int, capacity: int) -> int:
     """Round `needed` cache slots up to the span of a round. Spans take few values, since each has a separate graph. For
     long texts a span is at most a quarter longer than needed."""
@@ -96,8 +91,8 @@ class Graphs:
         self.carried, self.answer = carried, answer
         self.seen: Counter[int] = Counter()
         self.graphs: dict[int, Any] = {}
-        self.unproven: set[int] = set()  # spans with a next replay that is checked
-        self.proven: set[int] = set()  # spans with a replay that was checked after the batch had another size
+        self.unproven: set[int] = set()  # spans of graphs to check at the next replay
+        self.proven: set[int] = set()  # spans of graphs that were checked after the batch had another size
         self.side, self.pool = side_stream(answer.device), None
 
     def play(self, run: Callable[[int], None], span: int) -> bool:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from specctl import kernels
-from specctl.decoding.cache import RECOMPUTE
 from specctl.decoding.device import graphs
 from specctl.decoding.device.device_batch import DeviceBatch, TargetOutput, ancestors, parse_record, widest_ends
 from specctl.decoding.models.lean import LeanModel
@@ -34,37 +33,15 @@ Report = Callable[[DecodeState, RoundResult], None]
 
 
 def possible(target: Target) -> bool:
-    """Whether any rounds of a target can run on its device: with the lean model, on a GPU, or with
-    SPECCTL_GRAPHS=eager."""
-    mode = os.environ.get("SPECCTL_GRAPHS", "1")
-    if target.path != "lean" or mode == "0":
-        return False
-    return mode == "eager" or graphs.may_capture(target.device, ("any", 0))
-
-
-def device_rounds(
-    target: Target,
-    state: DecodeState,
-    drafter: Proposer,
-    budget: Callable[[DecodeState, Proposer], int],
-    report: Report,
-) -> DeviceRounds | None:
-    """Set up device rounds if they are useful here: on a GPU, with the lean model and a drafter that supports them.
-    Otherwise returns None.
-
-    `budget` returns the draft nodes per sequence. It may change only with the batch size, like all shapes. `report` is
-    called with every round once the host has read its tokens.
+    """Whether rounds of a target can run on its device: with the lean model, on a GPU.
 
     The environment variable SPECCTL_GRAPHS: `0` runs every round from the host; `eager` runs device rounds without
     graphs, on any device.
     """
     mode = os.environ.get("SPECCTL_GRAPHS", "1")
-    if mode == "0" or target.path != "lean" or state.exact_rows:
-        return None
-    if state.catch_up != RECOMPUTE:  # the masks of `plan_at` do not support skipped slots
-        return None
-    rounds = DeviceRounds(target, state, drafter, budget, report, capture=mode != "eager")
-    return rounds if rounds.supports(drafter) else None
+    if target.path != "lean" or mode == "0":
+        return False
+    return mode == "eager" or graphs.may_capture(target.device, ("any", 0))
 
 
 @dataclass
@@ -82,23 +59,24 @@ class DeviceRounds:
     One drafter plays at a time. The tensors and graphs of each drafter and batch size are kept for their next turn. All
     share the state's cache and features.
 
+    Args:
+        target: a target for which rounds on its device are `possible`.
+        budget: returns the draft nodes per sequence. It may change only with the batch size, like all shapes.
+        report: called with every round once the host has read its tokens.
+
     Attributes:
         active_drafter: the drafter of the pending or last rounds.
         batch: initial batch size.
+        capture: whether rounds become CUDA graphs.
     """
 
+    active_drafter: Proposer
+
     def __init__(
-        self,
-        target: Target,
-        state: DecodeState,
-        drafter: Proposer,
-        budget: Callable[[DecodeState, Proposer], int],
-        report: Report,
-        *,
-        capture: bool,
+        self, target: Target, state: DecodeState, budget: Callable[[DecodeState, Proposer], int], report: Report
     ):
-        self.target, self.state, self.budget, self.report, self.capture = target, state, budget, report, capture
-        self.active_drafter, self.batch = drafter, state.batch
+        self.target, self.state, self.budget, self.report = target, state, budget, report
+        self.batch, self.capture = state.batch, os.environ.get("SPECCTL_GRAPHS") != "eager"
         self.tracks: dict[tuple[Proposer, int], Track] = {}  # by drafter and batch size
         self.refused: set[tuple[Proposer, int]] = set()  # drafters and batch sizes with rounds that the host must run
         self.failed: set[Proposer] = set()  # drafters with rounds that the device could not run
@@ -154,10 +132,8 @@ class DeviceRounds:
                 self.drain()
                 return False
         try:
-            if self.state.at_rest:
-                self.active_drafter = drafter
-                if not self.load():
-                    return False
+            if self.state.at_rest and not self.load(drafter):
+                return False
             self._launch()
         except Exception as error:  # a driver may raise anything; the host's rounds do not depend on this one
             if not self.capture:
@@ -170,9 +146,10 @@ class DeviceRounds:
             self.drain()
         return True
 
-    def load(self) -> bool:
-        """Start from the host's state. Returns False if the host must run the round: the drafter cannot draft for this
-        batch on the device, as smaller batches have larger drafts, or it fails on a text."""
+    def load(self, drafter: Proposer) -> bool:
+        """Start rounds of `drafter` from the host's state. Returns False if the host must run the round: the drafter
+        cannot draft for this batch on the device, as smaller batches have larger drafts, or it fails on a text."""
+        self.active_drafter = drafter
         if not self._fits():
             self.tracks.clear()
             self.batches.clear()

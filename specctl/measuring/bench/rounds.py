@@ -9,7 +9,7 @@ import torch
 
 from specctl.decoding.controllers import NoDraft
 from specctl.decoding.device import graphs
-from specctl.decoding.device.rounds import DeviceRounds, device_rounds
+from specctl.decoding.device.rounds import DeviceRounds, possible
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import Sampling
@@ -79,12 +79,13 @@ def _begin(recipe: BenchRecipe, target: Target, drafter: Drafter) -> DeviceRound
     request = Request(prompt, Sampling.of(recipe.sampling), NEW_TOKENS, recipe.data.seed)
     state = DecodeState(target, taps=drafter.taps, spare=MAX_NODES)
     state.assign_slots([state.sequence(request)])
-    rounds = device_rounds(target, state, drafter, lambda *_: MAX_NODES - 1, lambda *_: None)
-    if rounds is not None:
-        logits, _, tapped = target.prefill([prompt], state.cache, state.taps)
-        state.begin([0], logits.argmax(-1).tolist(), tapped)
-        rounds.load()
-    return None if rounds is None or rounds.draft.reads_text else rounds
+    rounds = DeviceRounds(target, state, lambda *_: MAX_NODES - 1, lambda *_: None)
+    if not possible(target) or not rounds.supports(drafter):
+        return None
+    logits, _, tapped = target.prefill([prompt], state.cache, state.taps)
+    state.begin([0], logits.argmax(-1).tolist(), tapped)
+    rounds.load(drafter)
+    return None if rounds.draft.reads_text else rounds
 
 
 def _row(recipe: BenchRecipe, name: str, rounds: DeviceRounds, weights_ms: float) -> RoundRow:
