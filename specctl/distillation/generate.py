@@ -24,7 +24,7 @@ from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.distillation import card
 from specctl.distillation.collect import collect
 from specctl.distillation.messages import stored_fields, text_of
-from specctl.distillation.plan import Job, ResponsePlan, parse_shard, plan
+from specctl.distillation.plan import Job, ResponsePlan, plan
 from specctl.distillation.rejections import Rejections
 from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, label
@@ -71,7 +71,7 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None) ->
     domain = label(recipe.data.domain)
     output = recipe.output
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
-    writer = parse_shard(recipe.shard)
+    writer = recipe.writer
     check_free(output, writer, resume=recipe.resume, overwrite=recipe.overwrite)
     with _client(recipe) as client:
         left_out = LeftOut(run.dir / "left-out.jsonl", recipe.exclude)

@@ -34,12 +34,6 @@ class Job:
     max_new_tokens: int
 
 
-def parse_shard(shard: str) -> tuple[int, int]:
-    """Parse `i/n` into (i, n)."""
-    index, count = map(int, shard.split("/"))
-    return index, count
-
-
 class PlannedResponse(NamedTuple):
     """A planned response, without its prompt."""
 
@@ -108,7 +102,7 @@ class ResponsePlan:
 
 def plan(recipe: DistillRecipe, target: TargetText, prompts: Prompts, rejections: Rejections) -> ResponsePlan:
     """Plan this writer's part of the prompts. DataError if too many prompts, or all, cannot be answered."""
-    index, count = parse_shard(recipe.shard)
+    index, count = recipe.writer
     made = ResponsePlan(recipe, target.identity, target.context_length, prompts)
     with progress.track("render prompts", total=len(prompts), unit="prompts") as bar:
         for number, prompt in enumerate(prompts):

@@ -56,7 +56,7 @@ class DistillRecipe(WriterRecipe):
     def _consistent(self) -> DistillRecipe:
         if self.data.source == "unconditional" and "temperatures" not in self.model_fields_set:
             self.temperatures = [1.0]  # the target's own distribution: without prompts all greedy texts are the same
-        index, count = map(int, self.shard.split("/"))
+        index, count = self.writer
         if index >= count:
             raise ValueError(f"shard {self.shard}: the index runs from 0 to {count - 1}")
         if self.log is not None:
@@ -80,6 +80,12 @@ class DistillRecipe(WriterRecipe):
             self.data = self.data.model_copy(update={"domain": [label_of(log)]})
         elif len(self.data.domain) > 1:
             raise ValueError("a log belongs to one domain: name only one")
+
+    @property
+    def writer(self) -> tuple[int, int]:
+        """Number of this job, and number of jobs."""
+        index, count = map(int, self.shard.split("/"))
+        return index, count
 
     @property
     def output(self) -> Path:
