@@ -2,12 +2,13 @@
 
 import math
 import re
+from contextlib import suppress
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from specctl.engines.records import DraftCounters
 
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?$")
 _PLACE = re.compile(r"[0-9]{1,3}")  # position of a token in a draft
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def samples(page: str, name: str) -> list[tuple[dict[str, str], float]]:
@@ -15,19 +16,14 @@ def samples(page: str, name: str) -> list[tuple[dict[str, str], float]]:
 
     Values that are not finite are skipped, such as the NaN of a metric without observations.
     """
-    found = []
-    for line in page.splitlines():
-        match = _SAMPLE.match(line)
-        if match and match[1] == name and math.isfinite(value := _number(match[3])):
-            found.append((dict(_LABEL.findall(match[2] or "")), value))
-    return found
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    with suppress(ValueError, LookupError):  # a page of something else
+        return [
+            (sample.labels, sample.value)
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+            if sample.name == name and math.isfinite(sample.value)
+        ]
+    return []
 
 
 def total(page: str, name: str) -> float | None:

@@ -21,7 +21,7 @@ from specctl.recipe.serve import LimitsRecipe
 OPEN_PATHS = {"/", "/health", "/ready"}
 """Paths that need no key. The page holds no data: it asks for /metrics."""
 KNOWN_PATHS = {*OPEN_PATHS, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/generate"}
-BUSY_S = 1
+BUSY_S = 1  # seconds after which a client that was refused may try again
 LEFT = "the client has left"
 """Message of the CancelledError of a request without a client."""
 

@@ -39,6 +39,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "stop_token_ids": ([],),
     "bad_words": ([],),
+    "return_token_ids": (False,),
     "include_stop_str_in_output": (False,),
     "echo": (False,),
     "suffix": ("",),
@@ -72,9 +73,9 @@ class StreamOptions(_Body):
     """Options of a stream: `include_usage` adds a last event with the numbers of tokens. With it,
     `continuous_usage_stats` (vLLM's) adds the numbers up to now to every event."""
 
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
 
 
 class JsonSchema(_Body):
@@ -104,22 +105,21 @@ class TextsRequest(_Body):
     """Fields that both kinds of requests share."""
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] = 0
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] = 1.0
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     seed: Annotated[int, Field(ge=-MOST_SEED, lt=MOST_SEED)] | None = None
     stop: (
         Annotated[str, Field(max_length=LONGEST_STOP)]
         | Annotated[list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)]
-        | None
-    ) = None
-    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
-    ignore_eos: bool | None = None  # vLLM's, for load tests
+    ) = ""
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = 1
+    ignore_eos: bool = False  # vLLM's, for load tests
     response_format: ResponseFormat | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     # Fields without an effect on the text.
     user: Any = None
     metadata: Any = None
@@ -148,40 +148,20 @@ class TextsRequest(_Body):
 
     @model_validator(mode="after")
     def _stream_options_of_streams(self) -> Self:
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise ApiError("'stream_options' is only allowed with 'stream'", param="stream_options")
         return self
 
     @property
     def sampling(self) -> Sampling:
         """How tokens are drawn. Without values it is OpenAI's default: temperature 1 without filters."""
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return Sampling(
-            temperature if temperature >= COLDEST else 0.0,
-            max(self.top_k or 0, 0),
-            1.0 if self.top_p is None else max(self.top_p, 1e-6),
-            1.0 if self.repetition_penalty is None else self.repetition_penalty,
-        )
+        temperature = self.temperature if self.temperature >= COLDEST else 0.0
+        return Sampling(temperature, max(self.top_k, 0), max(self.top_p, 1e-6), self.repetition_penalty)
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop or ())
-
-    @property
-    def answers(self) -> int:
-        """Number of answers to each prompt."""
-        return self.n or 1
-
-    @property
-    def counts_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def counts_usage_always(self) -> bool:
-        """Whether every event of a stream gives the numbers of tokens that the stream has reached."""
-        return self.counts_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        return (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop)
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
@@ -258,8 +238,8 @@ class ChatRequest(TextsRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
@@ -328,14 +308,12 @@ class ChatRequest(TextsRequest):
 
     @property
     def alternatives(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return self.top_logprobs if self.logprobs else None
 
 
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MOST_IDS, fail_fast=True)]
 Text = TypeVar("Text")
-Several = Annotated[
-    list[Text], Field(max_length=MOST_ANSWERS, fail_fast=True)
-]  # one error for a bad list, not a million
+Several = Annotated[list[Text], Field(max_length=MOST_ANSWERS, fail_fast=True)]  # one error for a list, not a million
 
 
 class CompletionRequest(TextsRequest):
@@ -344,11 +322,11 @@ class CompletionRequest(TextsRequest):
     prompt: str | Several[str] | Ids | Several[Ids]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: int | None = None
-    return_token_ids: bool | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = 16  # OpenAI's default
 
     @model_validator(mode="after")
     def _all_answers(self) -> Self:
-        if self.best_of not in (None, self.answers):
+        if self.best_of not in (None, self.n):
             raise ApiError("'best_of' is not supported: leave it out", param="best_of", code="unsupported_parameter")
         return self
 
@@ -360,10 +338,6 @@ class CompletionRequest(TextsRequest):
         if self.prompt and isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(cast(list[str | list[int]], self.prompt))
-
-    @property
-    def limit(self) -> int:
-        return self.max_tokens or 16  # OpenAI's default
 
     @property
     def alternatives(self) -> int | None:

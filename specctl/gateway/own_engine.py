@@ -21,6 +21,7 @@ from specctl.distillation.messages import arguments_with, text_of
 from specctl.errors import CheckpointError, DataError
 from specctl.gateway import forms, openai_requests
 from specctl.gateway.engine_thread import Channel, EngineThread, Generation
+from specctl.gateway.limits import BUSY_S
 from specctl.gateway.metrics import Meter
 from specctl.gateway.openai_answers import AnswerFormat, PartialAnswer, Usage
 from specctl.gateway.openai_errors import ApiError
@@ -32,8 +33,7 @@ from specctl.recipe.serve import ServeRecipe
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-BUSY_S = 1  # seconds after which a client that was refused may try again
+CHAT = "/v1/chat/completions"
 
 
 class OwnEngine:
@@ -68,7 +68,7 @@ class OwnEngine:
         self._check_model(asked)
         prompts = await self._prompts(asked)
         constraint = await self._constraint(asked)
-        self._check_room(len(prompts) * asked.answers)
+        self._check_room(len(prompts) * asked.n)
         channel = Channel()
         generations = self._generations(asked, prompts, constraint, channel)
         usage = Usage(sum(map(len, prompts)))
@@ -99,8 +99,6 @@ class OwnEngine:
 
     async def other(self, request: HttpRequest) -> Response:
         name = request.path_params.get("name")
-        if name is None and request.url.path != "/v1/models":
-            raise ApiError(f"there is no {request.url.path}", 404)
         about = {"id": self.name, "object": "model", "created": self.created, "owned_by": "specctl"}
         about["max_model_len"] = self.target.context_length
         if name is None:
@@ -149,7 +147,7 @@ class OwnEngine:
             if isinstance(asked, ChatRequest):
                 return [await loop.run_in_executor(self._tokenizing, self._rendered, asked)]
             assert isinstance(asked, CompletionRequest)
-            if not asked.prompts or len(asked.prompts) * asked.answers > openai_requests.MOST_ANSWERS:
+            if not asked.prompts or len(asked.prompts) * asked.n > openai_requests.MOST_ANSWERS:
                 raise ApiError(f"1 to {openai_requests.MOST_ANSWERS} texts can be asked for at once", param="prompt")
             return await loop.run_in_executor(self._tokenizing, self._encoded, asked)
         except ApiError:
@@ -232,14 +230,13 @@ class OwnEngine:
         for place, ids in enumerate(prompts):
             room = self.target.context_length - len(ids)
             limit = min(asked.limit or room, self.recipe.max_new_tokens or room, room)
-            for number in range(asked.answers):
-                label, index = Label(str(next(self._queries))), place * asked.answers + number
+            for number in range(asked.n):
+                label, index = Label(str(next(self._queries))), place * asked.n + number
                 # With a seed, equal prompts get equal texts.
                 own_seed = (seed + (index if asked.seed is None else number)) % openai_requests.MOST_SEED
                 form = None if constraint is None else constraint.copy(len(ids))
-                ignores_eos = bool(asked.ignore_eos)
                 request = Request(
-                    ids, asked.sampling, limit, own_seed, label=label, ignores_eos=ignores_eos, constraint=form
+                    ids, asked.sampling, limit, own_seed, label=label, ignores_eos=asked.ignore_eos, constraint=form
                 )
                 made.append(Generation(request, channel, index, asked.stops, asked.alternatives))
         return made
@@ -265,6 +262,7 @@ class OwnEngine:
         """The events of a stream. Parts that have come meanwhile are sent together."""
         unfinished, offsets, stats = len(generations), [0] * len(generations), []
         begun: set[int] = set()
+        counts_always = asked.stream_options.include_usage and asked.stream_options.continuous_usage_stats
         while unfinished:
             made = []
             for part in await channel.take():
@@ -281,14 +279,14 @@ class OwnEngine:
                 usage.completion += part.tokens
                 if part.text or part.logprobs or part.last:
                     piece = form.piece(part, offsets[part.index])
-                    made.append(form.with_usage(piece, usage) if piece and asked.counts_usage_always else piece)
+                    made.append(form.with_usage(piece, usage) if piece and counts_always else piece)
                 offsets[part.index] += form.length_of(part)
                 if part.last:
                     unfinished -= 1
                     stats += [part.stats] if part.stats is not None else []
             if made:
                 yield b"".join(made)
-        if asked.counts_usage:
+        if asked.stream_options.include_usage:
             yield form.usage(usage, stats)
         yield DONE
 

@@ -4,20 +4,14 @@ import functools
 import re
 from typing import Any
 
-from tokenizers.pre_tokenizers import ByteLevel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specctl.gateway.text_stream import UNFINISHED
 
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # a token for one byte, in SentencePiece's vocabularies
 
 
-@functools.cache
-def _byte_letters() -> dict[str, int]:
-    """The bytes that the letters of byte-level vocabularies stand for. A printable byte is its own letter; the other
-    bytes have the letters after U+00FF, in order."""
-    letters = sorted(ByteLevel.alphabet())
-    others = sorted({*range(256)} - {ord(letter) for letter in letters})
-    return {letter: ord(letter) if ord(letter) < 256 else others[ord(letter) - 256] for letter in letters}
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of the letters of byte-level vocabularies
 
 
 class TokenTexts:
@@ -39,7 +33,7 @@ class TokenTexts:
         text = self.text(token)
         if UNFINISHED not in text:
             return list(text.encode())
-        name, letters = str(self.tokenizer.convert_ids_to_tokens(token)), _byte_letters()
+        name = str(self.tokenizer.convert_ids_to_tokens(token))
         if found := _FALLBACK.fullmatch(name):
             return [int(found[1], 16)]
-        return [letters[letter] for letter in name] if letters.keys() >= {*name} else list(text.encode())
+        return [_BYTES[letter] for letter in name] if _BYTES.keys() >= {*name} else list(text.encode())

@@ -142,6 +142,7 @@ def test_invalid_prompts_are_refused(send, prompt):
         ({"prompt": "x", "stop": "x" * 1025}, "stop", "at most 1024 characters"),
         ({"prompt": "x", "str": 1}, "str", "Unrecognized"),
         ({"prompt": "x", "echo": True}, "echo", "leave it out"),
+        ({"prompt": "x", "return_token_ids": True}, "return_token_ids", "leave it out"),
     ],
 )
 def test_messages_name_the_fault_that_matters(send, body, param, message):
