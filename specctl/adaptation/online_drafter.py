@@ -91,7 +91,8 @@ class OnlineDrafter(StreamLearner):
         """Add the target's distributions to a batch, once for all members and draft depths."""
         if not isinstance(self.trainable, TrainableHead):
             return batch
-        return with_distributions(batch, self.trainable.target_head, self.trainable.module.squash)
+        module = self.trainable.module
+        return with_distributions(batch, self.trainable.target_head, module.squash, module.sampled_softmax)
 
     def retarget(self, target: Target) -> None:
         checkpoint.check_target(self.trainable.config(), target)
@@ -166,7 +167,7 @@ class OnlineDrafter(StreamLearner):
         steps = self.batches(texts)
         for batch in (*self.batches(texts[:1]), steps[0]):  # the first pass is slower, the second one counts
             began = time.perf_counter()
-            prepared = self.objective.prepare(batch)
+            prepared = self.objective.prepare(batch, 0)
             for _ in range(learners):
                 self.objective.gradient(weights, prepared, 0)
             synchronise(self.target.device)

@@ -40,11 +40,12 @@ def _iterated(gram: Tensor) -> Tensor:
     """The matrix [m, m] that all steps together multiply x with, from the Gram matrix of x. Every factor is a
     polynomial of the Gram matrix, so they commute, and the products are of [m, m] instead of [m, n]."""
     steps: Tensor | None = None
-    for _ in range(STEPS):
+    for left in reversed(range(STEPS)):
         step = _without_identity(gram)
         step.diagonal().add_(NEWTON_SCHULZ[0])
         steps = step if steps is None else step @ steps
-        gram = step @ gram @ step
+        if left:
+            gram = step @ gram @ step
     assert steps is not None
     return steps
 

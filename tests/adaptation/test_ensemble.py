@@ -66,9 +66,19 @@ def test_a_batch_is_prepared_once_for_all_members(quadratic, chunk):
     """Two batches: one pass to measure, then two epochs."""
     objective, learner = quadratic([2.0], algo="ensemble", lr=0.25, epochs=2, measure="chunk")
     prepared = []
-    objective.prepare = lambda batch: prepared.append(batch) or batch
+    objective.prepare = lambda batch, draw: prepared.append(draw) or batch
     learner.learn(chunk([0.0], [2.0]))
-    assert len(prepared) == 2 * (1 + 2)
+    assert prepared == [0, 1, *range(4)]
+
+
+def test_held_out_texts_are_prepared_once_and_again_if_half_of_the_way_helps(quadratic, chunk):
+    """From 8, a chunk with center 0 leads to 4: better than 8 for a text with center 0, and worse for 10."""
+    for centre, times in ((10.0, 1), (0.0, 2)):
+        objective, learner = quadratic([8.0], algo="ogd")
+        prepared = []
+        objective.prepare = lambda batch, draw, prepared=prepared: prepared.append(draw) or batch
+        learner.learn(chunk([0.0]), chunk([centre], [centre]))
+        assert prepared == [0, *[0, 1] * times]
 
 
 def test_the_loss_is_per_token(quadratic, chunk):

@@ -107,7 +107,10 @@ def moved(law, texts, learners, gain=0.0, level=0.05):
     draws = torch.from_numpy(GAINS[law](np.random.default_rng(texts), (DRAWS, 2, texts, learners)) + gain)
 
     def any_moves(way, home):
-        chosen = best_places(lambda place: -(home if place is HOME else place * way), level)
+        def losses(*places):
+            return torch.stack([-(home if place is HOME else place * way) for place in places])
+
+        chosen = best_places(losses, level)
         return any(place != STAY for place in chosen)
 
     return sum(any_moves(way, home) for way, home in draws) / DRAWS

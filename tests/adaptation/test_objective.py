@@ -1,6 +1,7 @@
 """Losses of real heads as functions of one vector, and learners on a real head."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from specctl.adaptation.updates.registry import make_learner
 from specctl.drafters import pool
 from specctl.drafters.lm.model import LMBatch
 from specctl.errors import RecipeError
+from specctl.kernels.distill import Teacher
 from specctl.recipe import DrafterRecipe, LearnerRecipe, TrainRecipe
 from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
@@ -88,13 +90,30 @@ def test_precomputed_distributions_change_no_loss_or_gradient(target, arch):
     lesson = Lesson(target, arch)
     objective = Objective(lesson.head, lesson.run, prepare=lesson.prepare)
     w, batch = objective.start(), lesson.chunk[0]
-    plain, prepared = (objective.gradient(w, batch, 0) for batch in (batch, objective.prepare(batch)))
+    plain, prepared = (objective.gradient(w, batch, 0) for batch in (batch, objective.prepare(batch, 0)))
     for ours, theirs in zip(prepared, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    silent = replace(
-        objective.prepare(batch), distributions=torch.zeros(batch.teacher.shape[0], len(lesson.head.draft_ids))
-    )
+    nothing = Teacher(torch.zeros(batch.teacher.shape[0], len(lesson.head.draft_ids)))
+    silent = replace(batch, distributions=nothing)
     assert objective.gradient(w, silent, 0)[0] != prepared[0], "they are what is learnt from"
+
+
+@pytest.mark.parametrize("arch", ["eagle3", "peagle", "dflash", "hydra"])
+def test_a_sample_of_the_vocabulary_is_drawn_once(target, arch):
+    """Gradients and losses are of the sample of `prepare`, which depends only on the seed and the draw."""
+    lesson = Lesson(target, arch)
+    lesson.prepare = partial(with_distributions, target_head=lesson.target_head, squash=lesson.head.squash, sample=40)
+    objective = Objective(lesson.head, lesson.run, prepare=lesson.prepare)
+    w, batch = objective.start(), lesson.chunk[0]
+    generator = torch.get_rng_state()
+    one, again, other = (objective.prepare(batch, draw) for draw in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), generator)
+    tokens = [prepared.distributions.sample.tokens for prepared in (one, again, other)]
+    assert len(tokens[0]) == 40 and torch.equal(tokens[0], tokens[1]) and not torch.equal(tokens[0], tokens[2])
+    total, weight, _ = objective.gradient(w, one, 0)
+    assert objective.losses([w], [batch]).item() == pytest.approx(float(total / weight), rel=1e-5)
+    full = objective.gradient(w, batch, 0)
+    assert total != full[0] and weight == full[1]
 
 
 def test_dropout_depends_only_on_seed_and_draw(target):

@@ -134,9 +134,10 @@ class Ensemble:
     def _settled(self, descents: Sequence[InnerLoop], texts: Sequence[Any]) -> tuple[Point, ...]:
         """Stop each descent at the place that the held-out texts choose, and return the places."""
 
-        def losses(place: Point) -> Tensor:
-            vectors = [descent.at(place) for descent in descents]
-            return torch.stack([self._objective.losses(vectors, [text]) for text in texts])
+        def losses(*places: Point) -> Tensor:
+            vectors = [descent.at(place) for place in places for descent in descents]
+            total, weight = self._objective.sums(vectors, texts).unbind(1)
+            return (total / weight).unflatten(1, (len(places), -1)).movedim(1, 0)
 
         places = holdout.best_places(losses, self._options.level)
         for descent, place in zip(descents, places, strict=True):

@@ -224,12 +224,14 @@ def inner_loop(
 ) -> int:
     """Run all epochs over a chunk; the members learn from each batch in turn.
 
-    `draw` numbers the dropout masks of the first batch, which the members share. Returns the number for the next chunk.
+    `draw` numbers the samples and dropout masks of the first batch, which the members share. Returns the number for the
+    next chunk.
     """
     for epoch in range(options.epochs or 1):
-        for batch in map(objective.prepare, chunk):
+        for batch in chunk:
+            prepared = objective.prepare(batch, draw)
             for descent in (one for one in descents if one.sound):
-                descent.add(*objective.gradient(descent.x, batch, draw), first=epoch == 0)
+                descent.add(*objective.gradient(descent.x, prepared, draw), first=epoch == 0)
                 if options.step == "batch":
                     descent.step()
             draw += 1

@@ -27,7 +27,7 @@ def split(examples: Sequence[Example], share: float) -> tuple[list[Example], lis
     return ordered[:count], ordered[count:]
 
 
-def best_places(losses: Callable[[Point], Tensor], level: float) -> tuple[Point, ...]:
+def best_places(losses: Callable[..., Tensor], level: float) -> tuple[Point, ...]:
     """The place that is best for each of N learners: on the way (all of it or half), or home if that is better still.
 
     Half of the way is tested first, and all of it only if half is better. With a convex loss, half is better whenever
@@ -36,32 +36,32 @@ def best_places(losses: Callable[[Point], Tensor], level: float) -> tuple[Point,
     for all N learners. Home is tested N times, because the learners are at different distances from home.
 
     Args:
-        losses: loss of every text with every learner at a place [n, N], the slowest learner first; NaN for a text
-            without weight. If no text has weight, all learners go the whole way.
+        losses: of k places: loss of every text with every learner at each place [k, n, N], the slowest learner first;
+            NaN for a text without weight. If no text has weight, all learners go the whole way.
         level: probability that any learner moves if its present place is the best. Half of it is for the way, half for
             home. A single text cannot tell chance from a gain, and is believed.
     """
-    stay = losses(STAY)
+    stay, half, home = losses(STAY, HALF, HOME)
     learners = stay.shape[1]
     known = ~stay.isnan().all(1)
     if not known.any():
         return (WHOLE,) * learners
 
-    def gains(place: Point, each: float) -> list[float]:
-        """Mean gain over the texts, by learner; 0 if chance may explain it."""
-        savings = (stay - losses(place))[known].T.numpy()
+    def gains(there: Tensor, each: float) -> list[float]:
+        """Mean gain over the texts, by learner, from their losses [n, N]; 0 if chance may explain it."""
+        savings = (stay - there)[known].T.numpy()
         mean = savings.mean(1)
         better = mean > 0 if savings.shape[1] == 1 else mean_gain_is_significant(savings, each)
         return np.where(better, mean, 0.0).tolist()
 
     best: list[tuple[float, Point]] = [(0.0, STAY)] * learners
-    half = gains(HALF, level / 2)
-    if half[0] > 0:
-        whole = gains(WHOLE, level / 2)
-        for n in range(learners):
-            if half[n] > 0:
-                best[n] = (whole[n], WHOLE) if whole[n] > 0 else (half[n], HALF)
-    for n, gain in enumerate(gains(HOME, level / (2 * learners))):
+    halfway = gains(half, level / 2)
+    if halfway[0] > 0:
+        (whole,) = losses(WHOLE)
+        for n, gain in enumerate(gains(whole, level / 2)):
+            if halfway[n] > 0:
+                best[n] = (gain, WHOLE) if gain > 0 else (halfway[n], HALF)
+    for n, gain in enumerate(gains(home, level / (2 * learners))):
         if gain > best[n][0]:
             best[n] = (gain, HOME)
     return tuple(place for _, place in best)

@@ -13,14 +13,15 @@ from torch.nn.functional import linear
 
 from specctl.drafters.feature.head import SlotBatch
 from specctl.errors import RecipeError
-from specctl.kernels.distill import Squash
+from specctl.kernels.distill import Squash, Teacher
 from specctl.training.optimizers import is_embedding_like
 
 Run = Callable[[Any, Any], Sequence[Any]]
 """(the module or a stand-in, a batch) → (Σ loss, Σ weight, …), like `training.trainable.TrainableDrafter.loss`."""
 
 Prepare = Callable[[Any], Any]
-"""A batch ↦ the batch with values that every learner and draft depth would otherwise compute again."""
+"""A batch ↦ the batch with values that every learner and draft depth would otherwise compute again. It may draw from
+torch's generator."""
 
 
 class Objective:
@@ -34,12 +35,12 @@ class Objective:
     def __init__(self, module: nn.Module, run: Run, seed: int = 0, prepare: Prepare = lambda batch: batch):
         """
         Args:
-            seed: of dropout and noise.
+            seed: of dropout, noise and samples.
             prepare: applied to every batch, once for all learners: `with_distributions`.
 
         Raises RecipeError if the module has no trainable parameters.
         """
-        self.module, self._run, self.prepare, self._seed = module, run, prepare, seed
+        self.module, self._run, self._prepare, self._seed = module, run, prepare, seed
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         if not self._shapes:
             raise RecipeError(
@@ -71,6 +72,12 @@ class Objective:
         aliases = {alias: parameters[names[parameter]] for alias, parameter in every if names[parameter] in parameters}
         return self.module.state_dict() | aliases
 
+    def prepare(self, batch: Any, draw: int) -> Any:
+        """Prepare a batch for `gradient`. `draw` numbers the samples, as the dropout masks there."""
+        with torch.random.fork_rng([]):
+            torch.manual_seed(seed_of(self._seed, draw))
+            return self._prepare(batch)
+
     def gradient(self, w: Tensor, batch: Any, draw: int) -> tuple[Tensor, Tensor, Tensor]:
         """(Σ loss, Σ weight, gradient of Σ loss [P]) of one prepared batch at w [P], in training mode.
 
@@ -86,16 +93,21 @@ class Objective:
         gradient = torch.cat([part.flatten() for part in parts])
         return total.detach(), weight.detach().to(total), gradient
 
-    @torch.no_grad()
     def losses(self, vectors: Sequence[Tensor], chunk: Iterable[Any]) -> Tensor:
         """f [N] in fp64 at every w, on the CPU, without dropout; NaN if no row of the chunk has weight."""
-        sums = torch.zeros(2, len(vectors), dtype=torch.float64)
+        total, weight = self.sums(vectors, chunk).sum(0)
+        return total / weight
+
+    @torch.no_grad()
+    def sums(self, vectors: Sequence[Tensor], chunk: Iterable[Any]) -> Tensor:
+        """(Σ loss, Σ weight) of every batch at every w [batches, 2, N], as in `losses`."""
         self.module.eval()
-        several = [self.parameters(w) for w in vectors]
-        for batch in map(self.prepare, chunk):
-            parts = [torch.stack(self._sums(parameters, batch)).double() for parameters in several]
-            sums += torch.stack(parts, -1).cpu()
-        return sums[0] / sums[1]
+        several, sums = [self.parameters(w) for w in vectors], []
+        for draw, batch in enumerate(chunk):
+            prepared = self.prepare(batch, draw)
+            parts = [torch.stack(self._sums(parameters, prepared)).double() for parameters in several]
+            sums.append(torch.stack(parts, -1).cpu())
+        return torch.stack(sums) if sums else torch.zeros(0, 2, len(vectors), dtype=torch.float64)
 
     def _sums(self, parameters: dict[str, Tensor], batch: Any) -> tuple[Tensor, Tensor]:
         """(Σ loss, Σ weight) of a batch with these parameters in place of the module's."""
@@ -112,7 +124,9 @@ def seed_of(seed: int, draw: int) -> int:
     return int(np.random.SeedSequence((seed, draw)).generate_state(1)[0])
 
 
-def with_distributions(batch: SlotBatch, target_head: Tensor, squash: Squash) -> SlotBatch:
-    """Add the target's distributions to a batch, once for all learners and draft depths."""
+def with_distributions(batch: SlotBatch, target_head: Tensor, squash: Squash, sample: int = 0) -> SlotBatch:
+    """Add the target's distributions to a batch, once for all learners and draft depths. With `sample`, they are of a
+    sample of so many tokens, and all learners and places of a descent are compared on this one sample."""
     logits = squash(linear(batch.teacher.to(target_head.dtype), target_head).float())
-    return replace(batch, distributions=logits.softmax(-1).to(target_head.dtype))
+    teacher = Teacher(logits.softmax(-1).to(target_head.dtype))
+    return replace(batch, distributions=teacher.sampled(sample) if sample else teacher)

@@ -159,7 +159,8 @@ class SlotBatch:
         later_rows: [n] indices of the rows among the N that go on to steps 1, 2, … .
         teacher: [N + T, Ht] target hidden state h_{i+1} (after the final norm) of every response slot, concatenated;
             step k reads it shifted by k.
-        distributions: [N + T, Vd] output of the vocabulary head on `teacher`, if it was computed beforehand.
+        distributions: [N + T] output of the vocabulary head on `teacher`, perhaps on a sample of its tokens, if it was
+            computed beforehand.
         in_draft_vocab: [N + T] bool, whether the target's most probable token is in the draft vocabulary.
         labels: [N + T] the true token.
         valid_steps: [N] number of steps a slot is valid for (step k is used if k is smaller).
@@ -179,7 +180,7 @@ class SlotBatch:
     valid_steps: Tensor
     layout: Layout
     later_layout: Layout
-    distributions: Tensor | None = None
+    distributions: Teacher | None = None
     sample_draws: Tensor | None = None
 
 
@@ -426,14 +427,16 @@ class DraftHead(nn.Module):
             ids = self.draft_ids  # an imported head may have them in any order
             place = torch.zeros_like(self.t2d, dtype=torch.long).index_put((ids,), torch.arange(len(ids)).to(ids))
             return Teacher(place[batch.labels])
+        if batch.distributions is not None:
+            return batch.distributions
         teacher = self.distributions(batch, target_head)
         by_sample = self.sampled_softmax and torch.is_grad_enabled() and self.objective in CROSS_ENTROPIES
         return teacher.sampled(self.sampled_softmax) if by_sample else teacher
 
     def distributions(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
         """Distributions of the target at a batch's rows, renormalized on the draft vocabulary."""
-        if batch.distributions is not None:
-            return Teacher(batch.distributions)
+        if batch.distributions is not None and batch.distributions.sample is None:
+            return batch.distributions
         return Teacher(batch.teacher, target_head, self.squash)
 
     def distill_losses(
