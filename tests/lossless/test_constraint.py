@@ -37,19 +37,19 @@ def tokenizer(target):
 
 @pytest.fixture(scope="module")
 def requests(tokenizer, prompts):
-    """Three requests, the middle one without a constraint."""
+    """Three requests, the middle one without a constraint, and shorter: it does not end by itself."""
 
     def make(samplings):
-        grammars = [JSON, None, LETTERS]
+        forms = [(JSON, 80), (None, 24), (LETTERS, 80)]
         return [
             Request(
                 prompt,
                 sampling,
-                80,
+                room,
                 seed,
                 constraint=None if grammar is None else Constraint(tokenizer, grammar, len(prompt)),
             )
-            for prompt, sampling, seed, grammar in zip(prompts, samplings, SEEDS, grammars, strict=True)
+            for prompt, sampling, seed, (grammar, room) in zip(prompts, samplings, SEEDS, forms, strict=True)
         ]
 
     return make
@@ -67,11 +67,26 @@ def answers(target, requests, drafter=None, slots=None):
     return [(ended[id].output_ids, ended[id].stop) for id in ids]
 
 
+@pytest.fixture(scope="module")
+def plain(target, requests):
+    """`plain(samplings)`: the answers of plain decoding, one request at a time, and the texts with their prompts."""
+    known = {}
+
+    def decoded(samplings):
+        key = tuple(samplings)
+        if key not in known:
+            asked = requests(samplings)
+            expected = answers(target, asked, slots=1)
+            known[key] = expected, [[*one.prompt, *ids] for one, (ids, _) in zip(asked, expected, strict=True)]
+        return known[key]
+
+    return decoded
+
+
 @pytest.mark.parametrize("samplings", [[GREEDY] * 3, [HOT, HOT, GREEDY]], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_constrained_texts_equal_plain_constrained_texts(target, requests, name, samplings):
-    expected = answers(target, requests(samplings), slots=1)
-    texts = [[*request.prompt, *ids] for request, (ids, _) in zip(requests(samplings), expected, strict=True)]
+def test_constrained_texts_equal_plain_constrained_texts(target, requests, plain, name, samplings):
+    expected, texts = plain(samplings)
     assert answers(target, requests(samplings), DRAFTERS[name](target, texts)) == expected
     check_form(target, expected)
 
@@ -86,9 +101,8 @@ def check_form(target, expected):
     assert set(text[:6]) <= set("abc") and text[6] == "." and set(text[7:]) <= set("0123456789 ")
 
 
-def test_right_drafts_are_accepted_under_a_constraint(target, requests):
-    expected = answers(target, requests([GREEDY] * 3), slots=1)
-    texts = [[*request.prompt, *ids] for request, (ids, _) in zip(requests([GREEDY] * 3), expected, strict=True)]
+def test_right_drafts_are_accepted_under_a_constraint(target, requests, plain):
+    _, texts = plain([GREEDY] * 3)
     engine = Engine(target, Fixed.of(perfect(texts)))
     for request in requests([GREEDY] * 3):
         engine.add(request)

@@ -116,7 +116,7 @@ def test_counted_hits_equal_those_of_the_drafter(distilled, target, tmp_path, ar
 
     It was trained on these texts, so that a few steps give some hits.
     """
-    made = recipe(distilled, tmp_path, arch=arch, drafter=DrafterRecipe(), max_steps=40, ttt_steps=3, batch_tokens=256)
+    made = recipe(distilled, tmp_path, arch=arch, drafter=DrafterRecipe(), max_steps=20, ttt_steps=3, batch_tokens=256)
     loop.train_drafter(made, Run(tmp_path))
     prompts = [[*one.tokens[: one.prompt_length]] for one in load_corpus(made, target).train[:6]]
     drafter = pool.load_drafter(str(tmp_path / "drafter"), target, DraftingRecipe())

@@ -23,7 +23,7 @@ TAPS = (1, 2, 3)
 WINDOWED = {
     "eagle3": DrafterRecipe(vocab_size=256, sliding_window=WINDOW),
     "peagle": DrafterRecipe(vocab_size=256, sliding_window=WINDOW, num_layers=2),
-    "dflash": DrafterRecipe(vocab_size=256, sliding_window=WINDOW),
+    "dflash": DrafterRecipe(vocab_size=256, sliding_window=WINDOW, block_size=4),
     "medusa": DrafterRecipe(vocab_size=256),
 }
 
@@ -76,7 +76,7 @@ def test_pieces_have_the_loss_and_gradient_of_the_whole_text(shallow, texts, arc
 
     Pieces may share a training step or take one each.
     """
-    own = made(arch, shallow, ttt_stride=stride, piece_length=PIECE)
+    own = made(arch, shallow, ttt_stride=stride, ttt_steps=3, piece_length=PIECE)
     cut = Cut.of(own.recipe.model_copy(update={"piece_prefix": own.module.sight}), own.module)
     assert cut.exact
     parts = cut(texts)
