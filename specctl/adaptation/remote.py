@@ -151,7 +151,6 @@ class AsyncOnlineDrafter(OnlineDrafter):
             start_process([self])
 
     def in_worker(self) -> WorkerLearner:
-        """The learner in the worker."""
         device = _device(self.recipe, self.target)
         options = device, self._threads, self.in_background, self.name
         return WorkerLearner(self.recipe, self._algo, self.seed, self._start, *options)

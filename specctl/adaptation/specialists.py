@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from specctl import progress
 from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.stream_learner import Lesson, StreamLearner
 from specctl.adaptation.updates.ensemble import UpdateOutcome
@@ -32,7 +31,7 @@ from specctl.recipe import OnlineRecipe
 from specctl.selection.arms import PLAIN, Arm, plain_arm, taps_of
 from specctl.selection.assembly import Decoding, make_selector, plain_step, plays_for_seconds
 from specctl.selection.controller import RoundLine, Selector
-from specctl.selection.game.rules import overridden_options
+from specctl.selection.game.rules import log_overridden_options
 from specctl.selection.policies import registry
 from specctl.training.checkpoint import add_prefix, strip_prefix
 
@@ -73,8 +72,7 @@ class Specialists(StreamLearner):
         self._won: dict[str, Counter[str]] = defaultdict(Counter)  # committed tokens, by query and arm
         self._accepted: dict[str, Counter[str]] = defaultdict(Counter)  # accepted draft tokens, by arm and query
         self._verified: dict[str, Counter[str]] = defaultdict(Counter)  # verified positions, by arm and query
-        for line in overridden_options([recipe.policy.name], recipe.game):
-            progress.log(line)
+        log_overridden_options([recipe.policy.name], recipe.game)
         self._selector = self._select()
 
     def retarget(self, target: Target) -> None:

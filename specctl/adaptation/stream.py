@@ -44,7 +44,6 @@ class Position:
     digest: str = ""
 
     def after(self, chunk: Iterable[EncodedPrompt]) -> Position:
-        """The position after this chunk."""
         prompts, digest = self.prompts, self.digest
         for arrival in chunk:
             prompts, digest = prompts + 1, hashlib.sha256((digest + arrival.prompt.id).encode()).hexdigest()[:16]

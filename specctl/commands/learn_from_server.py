@@ -113,13 +113,7 @@ def learn_from_server(
         online_drafter = OnlineDrafter(recipe, algo, target, seed)
         options = recipe.publication
         publisher = Publisher(client, make_exporter(client), options.dir or run.dir / VERSIONS, options)
-        rejections = Rejections(
-            run.dir / REJECTED,
-            recipe.data.max_rejected,
-            hold=run.replaces_earlier,
-            expected=logs.EXPECTED,
-            what="responses",
-        )
+        rejections = logs.rejections_of(run.dir / REJECTED, recipe.data.max_rejected, hold=run.replaces_earlier)
         told = counts or LearningCounts()
         told.on = True
         clients = client, other

@@ -16,7 +16,6 @@ from specctl.adaptation.traffic import ServedText, TrafficByServer
 from specctl.commands.learn_from_server import LOG, check_target, count_chunk, make_exporter
 from specctl.decoding.target import Target, load_target
 from specctl.distillation import logs
-from specctl.distillation.rejections import Rejections
 from specctl.drafters import names
 from specctl.engines.client import Client
 from specctl.errors import Interrupted, SpecctlError, redacted
@@ -109,7 +108,7 @@ def learn_from_servers(
             run.dir / LOG,
             target,
             first.target.chat_template_kwargs,
-            Rejections(run.dir / REJECTED, first.data.max_rejected, expected=logs.EXPECTED, what="responses"),
+            logs.rejections_of(run.dir / REJECTED, first.data.max_rejected),
             {redacted(url): recipe.chunk for url, recipe in recipes.items()},
         )
         kinds = {one.url: one.facts.engine for one in client.servers}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from specctl import progress, regular_files
+from specctl import regular_files
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import check_domains_of_drafters, read_domains
@@ -19,11 +19,11 @@ from specctl.measuring.policy_rows import Grouping, StreamAnswers
 from specctl.measuring.records import Record, write_outputs, write_records
 from specctl.measuring.select_contenders import DrafterPool, SelectContenders, companion_of, make_sessions
 from specctl.measuring.select_result import SelectResult, top_fields
-from specctl.recipe import GameRecipe, PoolRecipe, SelectRecipe
+from specctl.recipe import PoolRecipe, SelectRecipe
 from specctl.runs import Run
 from specctl.selection.arms import load_pool, pool_paths, trained_on
 from specctl.selection.certificate import explanation, select_notes
-from specctl.selection.game.rules import overridden_options
+from specctl.selection.game.rules import log_overridden_options
 from specctl.threads import counted
 
 Pooled = TypeVar("Pooled", bound=PoolRecipe)
@@ -104,20 +104,11 @@ def select(
     return play(stage, run, pooled.rejections.count)
 
 
-def log_overridden_options(algo: list[str], game: GameRecipe) -> None:
-    """Log the keys of `game` that a policy's own rules replace."""
-    for line in overridden_options(algo, game):
-        progress.log(line)
-
-
 def play(stage: SelectContenders, run: Run, rejected: int) -> SelectResult:
-    """Decode with all contenders, and build the result. `rejected`: number of prompts that cannot be used."""
-    records, agreement = _played(stage, run)
-    return _decoded(stage, records, agreement, rejected)
+    """Decode with all contenders, write records and rounds, and compare the answers with plain decoding.
 
-
-def _played(stage: SelectContenders, run: Run) -> tuple[list[Record], Losslessness]:
-    """Decode with all contenders, write records and rounds, and compare the answers with plain decoding."""
+    `rejected`: number of prompts that cannot be used.
+    """
     recipe, target = stage.recipe, stage.target
 
     def keep(records: Sequence[Record]) -> Path:
@@ -131,7 +122,7 @@ def _played(stage: SelectContenders, run: Run) -> tuple[list[Record], Losslessne
     keep(records)
     if recipe.save_outputs:
         write_outputs(run.dir, records, target.tokenizer)
-    return records, agreement
+    return _decoded(stage, records, agreement, rejected)
 
 
 def _decoded(

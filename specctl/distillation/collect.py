@@ -7,7 +7,6 @@ from specctl import progress
 from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.distillation import card, logs
 from specctl.distillation.messages import ContextExceeded, check_tools
-from specctl.distillation.rejections import Rejections
 from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, label
 from specctl.distillation.select_prompts import LeftOut, PromptFilter
@@ -28,9 +27,7 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
     """
     domain = label(recipe.data.domain)
     output = recipe.output
-    rejections = Rejections(
-        run.dir / "rejected.jsonl", recipe.data.max_rejected, expected=logs.EXPECTED, what="responses"
-    )
+    rejections = logs.rejections_of(run.dir / "rejected.jsonl", recipe.data.max_rejected)
     check_free(output, ALONE, resume=recipe.resume, overwrite=recipe.overwrite, private=True)
     target = target or load_target_text(**recipe.target.text)
     run.annotate(target=target.identity)

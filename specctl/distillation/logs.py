@@ -20,6 +20,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -129,10 +130,15 @@ def turns(row: dict[str, Any]) -> list[LoggedTurn]:
 
 def check_beginning(file: str, max_rejected: float) -> None:
     """Raise DataError if none of the first lines of a file has a turn: the user learns of a wrong file at once."""
-    rejections = Rejections(None, max_rejected, expected=EXPECTED, what="responses")
+    rejections = rejections_of(None, max_rejected)
     if next(read(file, rejections, CHECKED_LINES), None) is None:
         rejections.check()
         raise no_responses(file)
+
+
+def rejections_of(path: Path | None, allowed: float, *, hold: bool = False) -> Rejections:
+    """A collector of lines without a response; the arguments are as in `Rejections`."""
+    return Rejections(path, allowed, hold=hold, expected=EXPECTED, what="responses")
 
 
 def no_responses(file: str) -> DataError:

@@ -66,7 +66,6 @@ class Conversation:
         return self.agent or any(one["role"] == "tool" or one.get("tool_calls") for one in self.messages)
 
     def before(self, place: int) -> Conversation:
-        """The conversation before the message at `place`."""
         return replace(self, messages=self.messages[:place])
 
     def answered_places(self) -> list[int]:

@@ -44,7 +44,7 @@ class NearDuplicateIndex:
         shared = ceil(self.threshold * len(ngrams) - 1e-9)
         rarest = sorted(ngrams, key=lambda ngram: len(self._texts.get(ngram, ())))[: len(ngrams) - shared + 1]
         candidates = sorted({number for ngram in rarest for number in self._texts.get(ngram, ())})
-        similarity = {number: _jaccard(ngrams, self._ngrams[number]) for number in candidates}
+        similarity = {n: len(ngrams & self._ngrams[n]) / len(ngrams | self._ngrams[n]) for n in candidates}
         best = max(candidates, key=similarity.__getitem__, default=None)
         return None if best is None or similarity[best] < self.threshold else self._ids[best]
 
@@ -53,7 +53,3 @@ def _hashes(text: str) -> frozenset[int]:
     """Hashes of a text's n-grams; none for a short text."""
     ngrams = word_ngrams(text)
     return frozenset(map(hash, ngrams)) if len(ngrams) >= SHORTEST else frozenset()
-
-
-def _jaccard(first: frozenset[int], second: frozenset[int]) -> float:
-    return len(first & second) / len(first | second)

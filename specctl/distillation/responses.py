@@ -63,7 +63,6 @@ class ResponseFilter:
 
     @classmethod
     def of(cls, recipe: DistillRecipe, directory: Path, writer: Writer, target: TargetText) -> ResponseFilter:
-        """Build the filter for one writer of a directory."""
         path = directory / f"filtered-{writer[0]}of{writer[1]}.jsonl"
         return cls(recipe.filters, path, partial(target.tokenizer.decode, skip_special_tokens=True))
 

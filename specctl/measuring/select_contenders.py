@@ -170,11 +170,7 @@ class SelectContenders:
 
     @property
     def rounds_on_host(self) -> bool:
-        """Whether the rounds of drafting contenders run on the host.
-
-        They all do as soon as one contender needs it, because their speeds are compared. Plain decoding, the reference
-        for all, always runs as fast as the device allows.
-        """
+        """Whether the rounds of drafting contenders run on the host, as in `OnlineContenders`."""
         recipe = self.recipe
         if not device_rounds.possible(self.target):
             return True

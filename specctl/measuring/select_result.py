@@ -93,5 +93,4 @@ class SelectResult:
 
 
 def top_fields(row: PolicyRow) -> dict[str, Any]:
-    """Fields of the first policy's row that are repeated at the top of the document."""
     return {name: getattr(row, name) for name in TOP_FIELDS}

@@ -1,7 +1,7 @@
 """`specctl reason`: lookahead reasoning along a stream, all modes side by side."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -128,7 +128,10 @@ def _pass(
         for arrivals in stream.chunks():
             before = _judge_counts(reasoning)
             record = reasoning.chunk(arrivals, bar.update)
-            judged = {mode: _difference(now, before[mode]) for mode, now in _judge_counts(reasoning).items()}
+            judged = {
+                mode: {name: count - before[mode][name] for name, count in now.items()}
+                for mode, now in _judge_counts(reasoning).items()
+            }
             rows = chunk_rows(record, seed, judged)
             bar.update(0, chunk=record.chunk, accepted=rows[-1].step_acceptance)
             for mode, lesson in record.lessons.items():
@@ -145,10 +148,6 @@ def _pass(
 
 def _judge_counts(reasoning: Reasoning) -> dict[str, dict[str, int]]:
     return {mode: asdict(judge.tally) for mode, judge in reasoning.judges.items()}
-
-
-def _difference(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    return {name: count - before[name] for name, count in now.items()}
 
 
 def _save(

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from specctl import progress
 from specctl.errors import UsageError
 from specctl.lab.recorded import hindsight, regret
 from specctl.lab.recorded.arm_rewards import arm_rewards
@@ -23,19 +22,15 @@ from specctl.measuring.select_result import PoolSize, SelectResult, top_fields
 from specctl.runs import Run
 from specctl.selection.arms import PLAIN, chosen_names
 from specctl.selection.certificate import certified, explanation
-from specctl.selection.game.rules import overridden_options
+from specctl.selection.game.rules import log_overridden_options
 from specctl.threads import counted
 
 SUBSETS = 6  # of arms, per pool size
 
 
 def play_table(recipe: ReplayRecipe, run: Run) -> SelectResult:
-    """Play the policies of a recipe on its table.
-
-    Raises as `replay_table`.
-    """
-    for line in overridden_options(recipe.algo, recipe.game):
-        progress.log(line)
+    """Play the policies of a recipe on its table. Raises as `replay_table`."""
+    log_overridden_options(recipe.algo, recipe.game)
     return replay_table(recipe)
 
 

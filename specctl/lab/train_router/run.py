@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from specctl.commands.select import load_stream, log_overridden_options, play
+from specctl.commands.select import load_stream, play
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.distillation.prompts import read_domains
@@ -18,6 +18,7 @@ from specctl.measuring.select_contenders import SelectContenders, prompt_text
 from specctl.measuring.select_result import SelectResult
 from specctl.recipe import DataRecipe
 from specctl.runs import Run
+from specctl.selection.game.rules import log_overridden_options
 
 DIRECTORY = "router"
 

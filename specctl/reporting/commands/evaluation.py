@@ -158,8 +158,8 @@ def _matrix(
     metric: str, measured: Mapping[tuple[str, str], Any], domains: list[str], competing: list[str], others: list[str]
 ) -> dict[str, Any]:
     """Build the fields of the matrix of `eval --matrix` that the heat map needs."""
-    values = [[measured.get((name, domain)) for domain in domains] for name in [*competing, *others]]
-    macro = [_mean(line) for line in values]
+    values: list[list[Any]] = [[measured.get((name, domain)) for domain in domains] for name in [*competing, *others]]
+    macro = [None if None in line else sum(line) / len(line) for line in values]
     return {
         "metric": metric,
         "drafters": competing,
@@ -170,10 +170,6 @@ def _matrix(
         "best": [_best(competing, column) for column in zip(*values, strict=True)],
         "best_macro": _best(competing, macro),
     }
-
-
-def _mean(values: Sequence[Any]) -> float | None:
-    return None if None in values else sum(values) / len(values)
 
 
 def _best(names: Sequence[str], values: Sequence[Any]) -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from specctl import progress
 from specctl.errors import UsageError
 from specctl.recipe.select import GAME_PRESETS, GameRecipe
 from specctl.selection.policies.registry import NAMES, ROUTER, contextual, learns
@@ -121,6 +122,11 @@ def overridden_options(names: Sequence[str], recipe: GameRecipe) -> list[str]:
                 "override them"
             )
     return lines
+
+
+def log_overridden_options(names: Sequence[str], recipe: GameRecipe) -> None:
+    for line in overridden_options(names, recipe):
+        progress.log(line)
 
 
 class ScoringSchedule:
