@@ -98,15 +98,9 @@ class Recorded:
 
 def write(path: Path, header: Header, rows: list[Recorded]) -> None:
     """Write a table, or a piece of a table, whole or not at all."""
-    plain = {
-        "place": [row.place for row in rows],
-        "query": [row.trace.query for row in rows],
-        "domain": [row.trace.domain for row in rows],
-        "session": [row.trace.session for row in rows],
-        "prompt": [row.trace.prompt for row in rows],
-        "tokens": [row.trace.tokens for row in rows],
-        "ended": [row.trace.ended for row in rows],
-        "context": [row.trace.context for row in rows],
+    facts = [name for name in SCHEMA.names if name != "place" and name not in ARRAYS]
+    plain = {"place": [row.place for row in rows]} | {
+        name: [getattr(row.trace, name) for row in rows] for name in facts
     }
     flat = {name: [row.array(name).ravel() for row in rows] for name in ARRAYS}
     text = json.dumps(asdict(header), sort_keys=True)
