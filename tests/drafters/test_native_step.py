@@ -81,7 +81,7 @@ def test_the_cpp_step_is_as_exact_as_pytorch(three, targets, prompts):
         assert off < 1.5 * off_usual + 0.01 and off < 0.06, step
 
 
-HOW = {"sampling": GREEDY, "max_new_tokens": 30, "seeds": [0] * 3}
+HOW = {"sampling": GREEDY, "max_new_tokens": 20, "seeds": [0] * 3}
 
 
 @pytest.fixture(scope="module")

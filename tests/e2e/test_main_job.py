@@ -37,9 +37,9 @@ def prompts(split):
 
 def drafter_of_distilled_texts(specctl, place):
     """The directory of a drafter. Its data was written by one process, and another one trained it."""
-    options = ["--limit", "24", "--max-new-tokens", "16", "--output-dir", place / "distilled" / "sql"]
+    options = ["--limit", "12", "--max-new-tokens", "16", "--output-dir", place / "distilled" / "sql"]
     document = specctl("distill", "--domain", "sql", *map(str, (*prompts("train"), *options)), "--json").json
-    assert (document["prompts"], document["responses"], document["rejected"]) == (24, 24, 0)
+    assert (document["prompts"], document["responses"], document["rejected"]) == (12, 12, 0)
     steps = ["max_steps=8", "eval.every=4", "eval.prompts=2", "eval.fraction=0.2", "eval.max_new_tokens=8"]
     document = installed(place, "train-drafter", "--domain", "sql", *steps)
     assert document["steps"] == 8
@@ -48,7 +48,7 @@ def drafter_of_distilled_texts(specctl, place):
 
 
 def eval_is_lossless_and_has_both_baselines(specctl, place, drafter):
-    options = ["--domain", "sql", *prompts("test"), "--limit", 3, "--max-new-tokens", 16, "--dtype", "fp32", "--json"]
+    options = ["--domain", "sql", *prompts("test"), "--limit", 2, "--max-new-tokens", 16, "--dtype", "fp32", "--json"]
     document = specctl("eval", *map(str, ("--drafter", place / drafter, "--drafter", "lookup", *options))).json
     rows = {row["drafter"]: row for row in document["rows"]}
     assert {"vanilla", "transformers", "lookup", Path(drafter).name} <= set(rows)
@@ -60,10 +60,10 @@ def eval_is_lossless_and_has_both_baselines(specctl, place, drafter):
 def exact_mode_is_equal_in_bf16_at_temperature_one(specctl, place, drafter):
     """Speculative text equals plain sampling with the same seed, token for token, without ties."""
     drafters = ["--drafter", place / drafter, "--drafter", "lookup", "baselines=[vanilla]"]
-    prompted = ["--domain", "sql", *prompts("test"), "--limit", 3, "--max-new-tokens", 16]
+    prompted = ["--domain", "sql", *prompts("test"), "--limit", 2, "--max-new-tokens", 16]
     options = ["--temperature", 1.0, "--exact", "--dtype", "bf16", "--json"]
     lossless = specctl("eval", *map(str, (*drafters, *prompted, *options))).json["lossless"]
-    assert lossless == {"sequences": 6, "mismatches": 0, "ties": 0}
+    assert lossless == {"sequences": 4, "mismatches": 0, "ties": 0}
 
 
 def generate_shows_the_same_text_with_and_without(specctl, place, drafter):
