@@ -204,8 +204,12 @@ def test_doctor_notes_a_target_without_chat_template(specctl, tmp_path):
     assert target.tokenizer.decode(target.render(messages)).split() == ["Be", "short.", "Hello"]
 
 
-def test_quantized_weights_that_cannot_be_read_are_left_to_engines(specctl, tmp_path, monkeypatch):
-    """`doctor` and --dry-run used to promise that all commands work, and the run stopped for a missing package."""
+@pytest.mark.parametrize(
+    ("method", "reason"), [("awq", "requires a package"), ("modelopt", "quant_method is 'modelopt'")]
+)
+def test_quantized_weights_that_cannot_be_read_are_left_to_engines(specctl, tmp_path, monkeypatch, method, reason):
+    """`doctor` and --dry-run used to promise that all commands work, and the run stopped for a missing package. Targets
+    that only engines can read, such as ModelOpt's, were refused in every command."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     def not_installed(*args, **options):
@@ -214,13 +218,13 @@ def test_quantized_weights_that_cannot_be_read_are_left_to_engines(specctl, tmp_
     monkeypatch.setattr(AUTO_QUANTIZER_MAPPING["awq"], "validate_environment", not_installed)
     directory = Path(write_tiny(tmp_path / "small", "LlamaConfig", SIZES))
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
     done = specctl("doctor", "--target", "./small", "--json")
     assert done.code == 0 and done.json["target"]["path"] == "engine"
     assert {use["command"]: use["works"] for use in done.json["commands"]}["generate"] is False
     for words in (["generate", "hi"], ["generate", "hi", "--dry-run"], ["eval", "--domain", "sql", "--dry-run"]):
         stopped = specctl(*words, "--target", "./small")
-        assert stopped.code == 4 and "requires a package" in stopped.err and "distill --server" in stopped.err
+        assert stopped.code == 4 and reason in stopped.err and "distill --server" in stopped.err
     assert specctl("distill", "--target", "./small", "--server", "http://localhost:1", "--dry-run").code == 0
 
 

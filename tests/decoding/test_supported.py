@@ -162,7 +162,7 @@ def test_damaged_weights_are_refused_everywhere(door, damage, damaged, tiny):
     assert str(place) in error.value.message and "\n" not in error.value.message
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "quantised"])  # which an engine may run
 def test_doctor_names_the_damage(damage, damaged):
     """It once compared only file sizes and accepted a target without a layer. It reads headers only, so it cannot check
     a pickle."""

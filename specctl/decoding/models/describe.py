@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specctl.decoding.models import gguf_target, lean, supported
+from specctl.decoding.models import gguf_target, lean
 from specctl.decoding.models.ends import model_on_meta
 from specctl.decoding.models.loading import (
     DTYPES,
@@ -76,8 +76,6 @@ def describe(name: str, label: str | None = None) -> Description:
     config = load_config(name)
     text = config.get_text_config()
     path, why = path_of(config)
-    if path != "engine":  # engines read more kinds of quantized weights
-        supported.check_quantisation(f"target {label or name}", config)
     try:
         model = model_on_meta(config)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

@@ -280,7 +280,6 @@ def load_model(
     check_decodable(name, config)
     with load_errors(name):
         if not trust_remote_code:
-            supported.check_quantisation(f"target {name}", config)
             supported.check_headers(f"target {name}", model_directory(name, revision), config)
         loaded: Any = from_pretrained_of(name, config, dtype, source.stored)(
             dtype=dtype,

@@ -86,12 +86,17 @@ def quiet() -> Iterator[None]:
 
 
 def _unreadable_reason(quantized: Any) -> str | None:
-    """Reason why `transformers` cannot read quantized weights on this machine, such as a package that is not installed.
-    None if it can, or if the configuration is faulty, which `check_quantisation` reports."""
+    """Reason why `transformers` cannot read quantized weights on this machine: a method that it does not know, such as
+    ModelOpt's, or a package that is not installed. None if it can, or if the configuration is faulty, which loading
+    reports."""
     import torch
-    from transformers.quantizers.auto import AutoHfQuantizer
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
     try:
+        if not (quantized.get("load_in_8bit") or quantized.get("load_in_4bit")):  # old files of bitsandbytes
+            method = quantized["quant_method"]
+            if method != "bitsandbytes" and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+                return f"its quantization_config.quant_method is {method!r:.60}, which transformers cannot read"
         with quiet():
             quantizer = AutoHfQuantizer.from_config(quantized, pre_quantized=True)
             quantizer.validate_environment(device_map=None, weights_only=True, dtype=torch.bfloat16)
@@ -218,22 +223,6 @@ def check_headers(what: str, directory: Path | None, config: Any) -> None:
     except Exception:  # files and architectures can make `transformers` raise anything
         return
     check_loaded(what, *loaded)
-
-
-def check_quantisation(what: str, config: Any) -> None:
-    """Raise CheckpointError if `transformers` does not know the weights' `quant_method`: it would ignore the
-    quantization."""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
-    found = quantisation(config)
-    if not isinstance(found, Mapping) or found.get("load_in_8bit") or found.get("load_in_4bit"):
-        return
-    method = found.get("quant_method")
-    if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING and method != "bitsandbytes":
-        raise CheckpointError(
-            f"{what}: config.json: quantization_config.quant_method is {method!r:.60}, which transformers cannot read",
-            f"use weights that are not quantized, or one of {', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}",
-        )
 
 
 def _misfit(model: Any, info: Mapping[str, Any]) -> tuple[str, str] | None:
