@@ -493,12 +493,15 @@ def test_a_file_of_a_model_is_not_its_directory(tmp_path):
     assert error.value.hint == f"--target {tmp_path}"
 
 
-def test_a_sentencepiece_file_that_cannot_be_read_is_explained(tmp_path):
+def test_a_sentencepiece_file_that_cannot_be_read_is_explained(tmp_path, monkeypatch):
     """The advice was to install tiktoken, from transformers."""
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
     directory = Path(write_tiny(tmp_path, "LlamaConfig", SMALL))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).unlink()
     (directory / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="cannot load the tokenizer") as error:
+    with pytest.raises(
+        CheckpointError, match=r"sentencepiece, which reads tokenizer\.model, is not installed"
+    ) as error:
         loading.load_tokenizer(str(directory))
     assert "pip install sentencepiece protobuf" in error.value.hint

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -348,8 +349,13 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     except Exception as error:  # files can make the libraries raise anything
         reason = brief(" ".join(str(error).split()) or type(error).__name__, LONGEST_LINE)  # of many short lines
         hint = "put tokenizer.json and tokenizer_config.json next to config.json"
-        if os.path.isfile(os.path.join(location(name), "tokenizer.model")):
+        held = [file.name for file in Path(location(name)).glob("*")]  # none of a hub id
+        if "tokenizer.model" in held:
             hint = "pip install sentencepiece protobuf, which read tokenizer.model; or put tokenizer.json next to it"
+            if find_spec("sentencepiece") is None:
+                reason = "sentencepiece, which reads tokenizer.model, is not installed"
+        elif held and not any(word in file for file in held for word in ("tok", "vocab", ".model")):
+            reason = "its directory has no file of a tokenizer"
         raise CheckpointError(f"cannot load the tokenizer of {name}: {reason}", hint) from error
     if not vocabulary:  # transformers makes an empty vocabulary if the files are missing
         raise CheckpointError(f"the tokenizer of {name} has no vocabulary", "put tokenizer.json next to config.json")
