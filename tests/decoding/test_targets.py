@@ -92,6 +92,11 @@ GEMMA4 = {
     "vocab_size_per_layer_input": 4096,
 }
 
+VISION_TEXT = {"head_dim": 16, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+VISION_TEXT |= {"vocab_size": 4096, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 3}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+
 # family → (path, configuration class, special settings)
 TARGETS = {
     "Llama 2": ("lean", "LlamaConfig", {"num_key_value_heads": 4}),
@@ -115,6 +120,8 @@ TARGETS = {
     "Gemma 3": ("transformers", "Gemma3TextConfig", {"head_dim": 16, "sliding_window": WINDOW,
                                                      "layer_types": ["sliding_attention", "full_attention"]}
                 | GEMMA3_ROPE),
+    "Gemma 3, vision": ("transformers", "Gemma3Config", {"text_config": SMALL | VISION_TEXT, "vision_config": VISION,
+                                                         "mm_tokens_per_image": 4}),
     "Gemma 4": ("transformers", "Gemma4TextConfig", GEMMA4),
     "Phi-2": ("transformers", "PhiConfig", {"num_key_value_heads": 4}
               | rope("default", partial_rotary_factor=0.5)),
@@ -131,6 +138,10 @@ TARGETS = {
     "Granite": ("transformers", "GraniteConfig", {"logits_scaling": 4.0, "residual_multiplier": 0.5,
                                                   "embedding_multiplier": 3.0, "attention_multiplier": 0.2}),
     "OLMo 2": ("transformers", "Olmo2Config", {}),
+    "OLMo 3": ("transformers", "Olmo3Config", {"sliding_window": WINDOW,
+                                               "layer_types": ["sliding_attention", "full_attention"]}),
+    "SmolLM3": ("transformers", "SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "GLM-4": ("transformers", "Glm4Config", {"head_dim": 16}),
     "Falcon": ("transformers", "FalconConfig", {"alibi": False, "multi_query": True}),
     "OPT": ("transformers", "OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 48}),
 }  # fmt: skip
