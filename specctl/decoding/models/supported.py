@@ -86,8 +86,8 @@ def quiet() -> Iterator[None]:
 
 
 def _unreadable_reason(quantized: Any) -> str | None:
-    """Reason why `transformers` cannot read quantized weights on this machine: a method that it does not know, such as
-    ModelOpt's, or a package that is not installed. None if it can, or if the configuration is faulty, which loading
+    """Reason why `transformers` cannot read quantized weights on this machine: an unknown method, such as ModelOpt's,
+    or a package that is not installed. Returns None if it can, or if the configuration is faulty, which loading
     reports."""
     import torch
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
