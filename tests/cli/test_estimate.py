@@ -135,10 +135,16 @@ def test_contradictory_engine_options_are_recipe_errors(specctl, argv, says):
 
 
 def stand_ins(place, **programs):
-    """Return the environment of a two-node job, with stand-ins for Slurm and for `programs` (name, shell body)."""
+    """Return the environment of a two-node job, with stand-ins for Slurm and for `programs` (name, shell body).
+
+    As in Slurm, a task has one core unless srun is told, and a number of tasks in the job's environment wins over
+    --ntasks-per-node.
+    """
     programs |= {
-        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\n'
-        'SLURM_PROCID=3 SLURM_LOCALID=3 SLURM_STEP_NUM_TASKS=8 exec "$@"',
+        "srun": 'tasks=$SLURM_NTASKS\nwhile [ "${1#--}" != "$1" ]; do\n'
+        '[ "${1%=*}" = --ntasks ] && tasks=${1#*=}\nshift\ndone\n'
+        "export SLURM_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-1} SLURM_STEP_NUM_TASKS=$tasks SLURM_NTASKS=$tasks\n"
+        'SLURM_PROCID=3 SLURM_LOCALID=3 exec "$@"',
         "scontrol": f'[ "$1" = show ] && printf "node1\\nnode2\\n" || echo "$@" >> {place}/requeued',
     }
     for name, body in programs.items():
@@ -147,6 +153,7 @@ def stand_ins(place, **programs):
         program.write_text(f"#!/bin/bash\n{body}\n")
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "16", "SLURM_NNODES": "2"}
+    slurm |= {"SLURM_CPUS_PER_TASK": "8"}
     return os.environ | slurm | {"PATH": f"{place}/bin:{os.environ['PATH']}"}
 
 
@@ -186,6 +193,23 @@ def test_the_slurm_script_runs_and_its_commands_parse(specctl, distilled, hub_ca
     first = (tmp_path / "calls").read_text().split("end\0")[0].split("\0")
     assert first[0] == "distill" and f"--prompts={tmp_path}/my prompts.jsonl" in first
     assert "data.source=public" not in first
+
+
+def test_the_tasks_of_a_slurm_step(tmp_path):
+    """With fewer tasks than GPUs all of a node's GPUs got tasks, and each computed with eight threads on one core. The
+    token of `hf auth login` was looked for beside the weights. The plan was made for another ZeRO stage."""
+    said = 'echo $1 $WORLD_SIZE $LOCAL_WORLD_SIZE $SLURM_CPUS_PER_TASK $OMP_NUM_THREADS $HF_TOKEN_PATH "$@" >> '
+    environment = stand_ins(tmp_path, specctl=f"{said}{tmp_path}/calls")
+    environment = {name: value for name, value in environment.items() if not name.startswith(("HF_", "XDG_"))}
+    environment |= {"WORK": str(tmp_path / "work"), "TASKS": "4", "HOME": "/home/me", "WORLD_SIZE": "-"}
+    script = shipped()["slurm/train-drafter"]
+    done = subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    distil, plan, train = (tmp_path / "calls").read_text().splitlines()
+    token = "/home/me/.cache/huggingface/token"
+    assert distil.startswith(f"distill - 4 8 8 {token} ") and "--shard 3/8 " in distil
+    assert train.startswith(f"train-drafter 8 4 8 8 {token} ")
+    assert "zero_stage=2" in plan.split() and "zero_stage=2" in train.split()
 
 
 def test_the_slurm_stream_script_starts_engines_and_trainers(specctl, hub_cache, distilled, tmp_path):
