@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from specctl.decoding.plan import plan_rows
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import SlotBatch
 from specctl.drafters.feature.ttt_attention import Layout, ranges
-from specctl.errors import SpecctlError, UsageError
+from specctl.errors import Interrupted, SpecctlError, UsageError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
 from specctl.training.example import Author, Example
@@ -93,7 +93,8 @@ class FeatureStore:
         ]
         about = self._about(examples) | (self._origin(recipe) if recipe.mode == "server" else {})
         files = FeatureFiles(place, about, lengths, recipe.fp8)
-        checked = [int(number % world == rank and _missing(files, number)) for number in range(len(shards))]
+        with self._ends_together():
+            checked = [int(number % world == rank and _missing(files, number)) for number in range(len(shards))]
         *absent, free = over_ranks([*checked, free_bytes(files.dir) if rank == 0 else 0], self.target.device)
         missing = [number for number, count in enumerate(absent) if count]
         needed = sum(self.estimate(group) for number in missing for group in shards[number])
@@ -112,31 +113,48 @@ class FeatureStore:
         together = self.target.part.count > 1  # each process has a slice of the target: all run all texts
         mine = missing if together else missing[rank::world]
         if mode == "memory":
-            with track("target features", total=len(homes[rank]), unit="responses") as bar:
+            with track("target features", total=len(homes[rank]), unit="responses") as bar, self._ends_together():
                 self.kept, self.is_sharded = self._run(list(self._groups(homes[rank])), bar), True
         elif mode in ON_DISK:
             texts = {number: [example for group in shards[number] for example in group] for number in mine}
             total = sum(map(len, texts.values()))
-            with (
-                files.writing() if missing and rank == 0 else nullcontext(),
-                track("target features", total=total, unit="responses") as bar,
-            ):
-                _barrier()  # write only while rank 0 holds the lock: until all have written
-                if mode == "cached":
-                    for number in mine:
-                        computed = self._run(shards[number], bar)
-                        if rank == 0 or not together:
-                            files.write(number, computed, {})
-                elif mine:
-                    from specctl.training.served_features import served_features  # HTTP client, needed only here
+            with ExitStack() as stack:
+                bar = stack.enter_context(track("target features", total=total, unit="responses"))
+                with self._ends_together():  # write only while rank 0 holds the lock: until all have written
+                    if missing and rank == 0:
+                        stack.enter_context(files.writing())
+                with self._ends_together():
+                    if mode == "cached":
+                        for number in mine:
+                            computed = self._run(shards[number], bar)
+                            if rank == 0 or not together:
+                                files.write(number, computed, {})
+                    elif mine:
+                        from specctl.training.served_features import served_features  # HTTP client, needed only here
 
-                    for number, features, origin in served_features(self, texts, recipe.server, world, bar):
-                        files.write(number, features, origin)
-                _barrier()
+                        for number, features, origin in served_features(self, texts, recipe.server, world, bar):
+                            files.write(number, features, origin)
             files.check_visible(missing)
             self.kept = files
         if mode != "online" and self.target.device.type == "cuda":
             self.reader = Prefetcher(lambda index: self.kept[index], PinnedCopies(self.target.device))
+
+    @contextmanager
+    def _ends_together(self) -> Iterator[None]:
+        """Wait for all ranks at the end of a block. If one of them fails or is interrupted, all end: the others would
+        wait for it until their job is killed, and a killed job does not go back into the queue."""
+        error: SpecctlError | None = None
+        try:
+            yield
+        except SpecctlError as failure:
+            if self.target.part.count > 1:  # the other ranks are in the middle of a forward
+                raise
+            error = failure
+        interrupted, failed = over_ranks([isinstance(error, Interrupted), error is not None], self.target.device)
+        if error is not None:
+            raise error
+        if failed:
+            raise SystemExit(Interrupted.exit_code if interrupted == failed else SpecctlError.exit_code)
 
     def open_stream(
         self, examples: list[Example], recipe: FeatureRecipe, upcoming: Iterator[Example], processes: int
@@ -333,15 +351,10 @@ def _missing(files: FeatureFiles, number: int) -> bool:
 
 def over_ranks(values: list[int], device: torch.device) -> list[int]:
     """Sum each of `values` over all ranks."""
-    total = torch.tensor(values, device=device)
+    total = torch.tensor(values, dtype=torch.int64, device=device)
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.tolist()
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def slot_batch(

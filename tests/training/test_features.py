@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,44 @@ def test_every_mode_trains_the_same_and_a_stopped_run_resumes(distilled, target,
 
 
 @pytest.mark.parametrize(
+    ("others", "ends"),
+    [([0, 0], None), ([1, 1], 75), ([0, 1], 1), ([1, 2], 1)],
+    ids=["none", "stopped", "failed", "both"],
+)
+@pytest.mark.parametrize("mode", ["memory", "cached"])
+def test_all_ranks_end_when_one_of_them_ends(target, examples, tmp_path, monkeypatch, mode, others, ends):
+    """A rank that had computed its features waited for a rank that a signal had stopped, until Slurm killed the job
+    and did not queue it again. This process plays one rank, and `others` are the counts of the rest."""
+    total, compute, sums = features.over_ranks, FeatureStore.compute, []
+
+    def over_ranks(values, device):
+        if isinstance(values[0], bool):
+            sums.append(values)
+            computed = len(sums) == (2 if mode == "memory" else 3)
+            values = [a + b for a, b in zip(values, others, strict=True)] if computed else values
+        return total(values, device)
+
+    monkeypatch.setattr(features, "over_ranks", over_ranks)
+    with pytest.raises(SystemExit) if ends else nullcontext() as left:
+        FeatureStore(target, TAPS).prepare(examples[:2], FeatureRecipe(mode=mode), tmp_path)
+    assert ends is None or left.value.code == ends
+    sums.clear()
+
+    def stopped(self, group):
+        interrupts.handle(15)
+        interrupts.check()
+        return compute(self, group)
+
+    monkeypatch.setattr(FeatureStore, "compute", stopped)
+    try:
+        with pytest.raises(Interrupted):
+            FeatureStore(target, TAPS).prepare(examples[:2], FeatureRecipe(mode=mode), tmp_path / "anew")
+    finally:
+        interrupts.reset()
+    assert sums[-1] == [True, True], "the other ranks are not told"
+
+
+@pytest.mark.parametrize(
     "damage",
     [
         lambda path: os.truncate(path, path.stat().st_size - 8),
@@ -217,6 +256,8 @@ def in_turn(target, examples, monkeypatch):
             pass
 
         def note(values, device):
+            if isinstance(values[0], bool):  # whether this rank ends
+                return values
             found.append(values)
             raise Found
 
@@ -225,7 +266,7 @@ def in_turn(target, examples, monkeypatch):
             with pytest.raises(Found):
                 store.prepare(examples, recipe, place, homes, rank)
         sums = [sum(column) for column in zip(*found, strict=True)]
-        monkeypatch.setattr(features, "over_ranks", lambda values, device: sums)
+        monkeypatch.setattr(features, "over_ranks", lambda own, device: own if isinstance(own[0], bool) else sums)
         monkeypatch.setattr(
             feature_files.FeatureFiles, "check_visible", lambda self, numbers: None
         )  # other ranks have not written yet
