@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import chain, count, islice
@@ -122,6 +123,7 @@ class Trainer:
     def start(self) -> None:
         """Resume from the newest checkpoint if the recipe asks for it, and compute the features that are kept."""
         newest = checkpoint.newest(self.checkpoints, RunState) if self.recipe.resume else None
+        self._require_same_files(newest)
         if newest is not None:
             path, there = newest
             check_same(self.recipe, path, there, self.state)
@@ -146,6 +148,16 @@ class Trainer:
         if newest is None and self.rank == 0:  # only here: a start that fails above keeps the old checkpoints
             checkpoint.discard(self.checkpoints)
         dist.barrier()
+
+    def _require_same_files(self, newest: tuple[Path, RunState] | None) -> None:
+        """Raise SpecctlError in every process unless all have read the same data, target and checkpoint. Otherwise
+        they would train on different texts and add up the gradients, or wait for each other forever."""
+        own = zlib.crc32(repr((self.state.made_of, newest and newest[1].step)).encode())
+        if self.max_over_ranks(own) != -self.max_over_ranks(-own):
+            raise SpecctlError(
+                "the processes see different data, target weights or checkpoints",
+                f"put {self.recipe.output} and the data on a file system that all nodes share",
+            )
 
     def close(self) -> None:
         """End trackers, and requests for features."""

@@ -5,12 +5,13 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, SpecctlError
 from specctl.progress import track
 from specctl.recipe import FeatureRecipe, OptimizerRecipe
 from specctl.runs import Run
@@ -46,6 +47,25 @@ def test_every_zero_stage_resumes_with_more_and_with_fewer_processes(
         assert said["resume:several"][str(stage)] == several[2:]
         assert said["resume:alone"][str(stage)] == pytest.approx(alone[stage][2:], rel=1e-5)
         assert losses(distilled, tmp_path, "resume:several", stage) == pytest.approx(several[2:], rel=1e-5)
+
+
+def test_processes_that_see_different_files_do_not_start(distilled, target, tmp_path, monkeypatch):
+    """With --output-dir on the disks of the nodes, the first node resumed and the others began anew: they added up
+    the gradients of different steps."""
+    monkeypatch.setattr(loop, "load_target", lambda **_: target)
+    (tmp_path / "run").mkdir()
+    made = recipe(distilled, tmp_path, features=FeatureRecipe(mode="online"), resume=True)
+    first, said = loop.make_trainer(made, Run(tmp_path / "run")), []
+    monkeypatch.setattr(first, "max_over_ranks", lambda value: said.append(value) or value)
+    first.start()
+    first.state.loss = 1.0
+    first.save()
+    for place, starts in (("elsewhere", True), (".", False)):
+        output = tmp_path / place / "drafter"
+        other, there = loop.make_trainer(made.model_copy(update={"output_dir": output}), Run(tmp_path / "run")), said[:]
+        monkeypatch.setattr(other, "max_over_ranks", lambda value, there=there: max(value, there.pop(0)))
+        with nullcontext() if starts else pytest.raises(SpecctlError, match="different data, target weights or check"):
+            other.start()
 
 
 ON_CPU = {"device": "cpu"}
