@@ -127,15 +127,20 @@ def _settled() -> bool:
     return (_asked or requested_threads(os.environ)) is not None
 
 
+def processes_here(environ: Mapping[str, str]) -> int:
+    """Number of processes that a launcher has started on this machine. torchrun and our Slurm scripts set
+    LOCAL_WORLD_SIZE, deepspeed sets LOCAL_SIZE."""
+    return int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or 1)
+
+
 def read_cpu_facts(
     default: int, asked: int | None = None, environ: Mapping[str, str] = os.environ, root: Path = ROOT
 ) -> CpuFacts:
     """Collect the facts of this process. Other processes are watched only if that can change the result."""
     allowed = usable_cpus()
     asked = asked or requested_threads(environ)
-    processes = int(environ.get("LOCAL_WORLD_SIZE", 1))
-    facts = CpuFacts(default, len(allowed), quota(root), 0.0, processes, asked)
-    if free_threads(facts) == 1 or asked is not None or processes > 1:
+    facts = CpuFacts(default, len(allowed), quota(root), 0.0, processes_here(environ), asked)
+    if free_threads(facts) == 1 or asked is not None or facts.processes > 1:
         return facts
     others = OtherProcesses(allowed, root, niced=os.getpriority(os.PRIO_PROCESS, 0) > 0)
     time.sleep(WATCH_SECONDS)

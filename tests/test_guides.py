@@ -31,16 +31,16 @@ ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 KEY = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)(?:=.*)?")
-FLAG = re.compile(r"--[a-z][a-z-]+")
+FLAG = re.compile(r"--[a-z][a-z_-]+")
 VARIABLE = re.compile(r"SPECCTL_[A-Z_]+")
 FILES = (".json", ".jsonl", ".yaml", ".parquet", ".md", ".py", ".safetensors", ".jinja", ".sbatch", ".txt")
 ENGINES = {
     *("--per-request-spec-decode-metrics", "--no-enable-prefix-caching", "--disable-radix-cache"),
     *("--metrics", "--parallel", "--ctx-size", "--lora-modules", "--max-lora-rank"),
     *("--speculative-adaptive-config", "--speculative-algorithm", "--speculative-ngram-external-sam-budget"),
-    *("--nproc-per-node", "--no-deps", "--help"),
+    *("--nproc-per-node", "--no_local_rank", "--num_gpus", "--module", "--no-deps", "--help"),
 }
-"""Flags of vLLM, SGLang, torchrun and pip, and the one that every command has."""
+"""Flags of vLLM, SGLang, torchrun, deepspeed and pip, and the one that every command has."""
 OTHERS_MESSAGES = {"No such option", "No space left on device"}
 """Messages of Typer and of the operating system."""
 NEEDS_NOTHING = ("doctor", "domains", "recipes", "guide")

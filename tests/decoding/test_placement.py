@@ -38,6 +38,7 @@ CAPTURED: dict = dict(capture_output=True, text=True)
         (8, {}, [0, 1, 2, 3, 4, 5, 6, 7]),
         (8, {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}, [3]),
         (8, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, [1, 3, 5, 7]),
+        (8, {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, [1, 3, 5, 7]),  # deepspeed
         (1, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, [0]),
     ],
 )

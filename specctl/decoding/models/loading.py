@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specctl import hub, regular_files
+from specctl import hub, regular_files, threads
 from specctl.decoding.models import gguf_target, supported
 from specctl.decoding.models.supported import check_decodable, check_ropes, context_limit, window_size
 from specctl.errors import CheckpointError, UsageError, brief, near_path
@@ -59,13 +59,13 @@ def own_gpus(count: int, environ: Mapping[str, str]) -> list[int]:
 
     The first GPU is number LOCAL_RANK, as in DeepSpeed. UsageError if there are more processes than GPUs.
     """
-    rank, processes = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", 1))
+    rank = int(environ.get("LOCAL_RANK", 0))
     if rank >= count:
         raise UsageError(
             f"the process with LOCAL_RANK={rank} has no GPU: only {count} visible",
             "start one process per GPU (or set LOCAL_RANK=0 if each process sees only one GPU)",
         )
-    return list(range(rank, count, processes))
+    return list(range(rank, count, threads.processes_here(environ)))
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
