@@ -67,7 +67,6 @@ class DecodeState:
             that order (a repeated index is kept as a copy), `renew(b)` resets slot b for a new sequence, and `nbytes`
             is the size of its tensors. A drafter enlarges its memory when `capacity` has grown.
         draws: sampling parameters and seeds.
-        edits_logits: some request of the batch does (`Request.edits_logits`), which only the host can do.
         any_sampled: at least one request, decoded or waiting, is not greedy.
         rounds, ahead, replays: counts of rounds: all; rounds run on the device, ahead of the host; replays of a CUDA
             graph.
@@ -81,7 +80,6 @@ class DecodeState:
     """
 
     draws: Draws
-    edits_logits: bool
 
     def __init__(
         self,
@@ -127,6 +125,11 @@ class DecodeState:
     @property
     def unfinished(self) -> bool:
         return any(row.stop is None for row in self.rows)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether some unfinished sequence does (`Request.edits_logits`), which only the host can do."""
+        return any(row.stop is None and row.request.edits_logits for row in self.rows)
 
     @property
     def cached(self) -> list[int]:
@@ -280,7 +283,6 @@ class DecodeState:
 
     def _draw_for_rows(self) -> None:
         requests = [row.request for row in self.rows]
-        self.edits_logits = any(request.edits_logits for request in requests)
         self.draws = Draws([one.sampling for one in requests], [one.seed for one in requests], self.device)
 
     def single(self, b: int) -> DecodeState:

@@ -904,6 +904,21 @@ def test_a_batch_that_is_too_large_for_device_rounds_leaves_them_to_smaller_ones
     assert ahead[-1] > 0
 
 
+def test_an_ended_text_with_edited_logits_holds_no_other_on_the_host(tiny, monkeypatch):
+    """Its row stays while most of the batch lives. All rounds until then were led by the host, as if it went on."""
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    engine = engine_for(tiny)
+    for length, penalty in ((3, 1.2), *[(12, 1.0)] * 7):
+        (request,) = decoding.requests([[5, 9]], sampling=GREEDY, max_new_tokens=length, seeds=[0])
+        sampling = replace(GREEDY, repetition_penalty=penalty)
+        engine.add(replace(request, sampling=sampling, ignores_eos=True))
+    texts = {}
+    while engine.busy:
+        texts |= {event.id: event.ended for event in engine.step() if event.ended}
+    assert texts[0].ahead == 0 and texts[0].rounds == 2
+    assert (texts[7].rounds, texts[7].ahead) == (12, 10), "the last round is known one round late"
+
+
 def hybrid(head):
     return Hybrid(head, Lookup(), Costs(tuple(1.0 for _ in ROWS), first=0.0, level=0.0))
 
