@@ -17,7 +17,7 @@ def get(name: str) -> Domain:
     """Return the domain with this name. Raises UnknownDomain (a ValueError) with the nearest names."""
     if name in DOMAINS:
         return DOMAINS[name]
-    meant = did_you_mean(name.lower(), [*DOMAINS], most=2, cutoff=0.5)
+    meant = did_you_mean(name.lower(), [*DOMAINS], most=2)
     raise UnknownDomain(
         f"unknown domain {name!r}" + (f"; {meant}" if meant else ""),
         hint=f"known domains: {', '.join(DOMAINS)}; --prompts FILE has the prompts of any other",

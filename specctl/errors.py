@@ -12,6 +12,7 @@ from typing import Any
 
 STARS = "***"
 SHORTEST_BEGINNING = 3  # characters from which the beginning of a name counts as the name
+SIMILARITY = 0.7  # of a name that is suggested, as in `difflib`; `nope` and `nodes` have 0.67
 NAMES = (
     r"(?:(?:api|access|auth|secret|private|hf)[_-]?(?:key|token)|(?<![A-Za-z0-9_-])(?:token|secret|password|passwd))"
 )
@@ -32,16 +33,16 @@ def brief(text: str, longest: int = 200) -> str:
     return f"{text[:ends]} […] {text[-ends:]}"
 
 
-def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str], most: int = 1, cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str], most: int = 1) -> str:
     """Return `did you mean X?` with the known names nearest to `name`, or an empty string if no name is near.
 
     A name that begins with `name` is nearest. If `known` is a mapping, `name` is compared with the keys, and may be one
-    of them; the text shows their values. `cutoff`: least similarity of a near name, as in `difflib`.
+    of them; the text shows their values.
     """
     names = known if isinstance(known, Mapping) else {one: one for one in known}
     begins = [one for one in names if len(name) >= SHORTEST_BEGINNING and one.startswith(name)][:most]
     begins = [name] if name in names else begins
-    near = [names[one] for one in begins or get_close_matches(name, names, n=most, cutoff=cutoff)]
+    near = [names[one] for one in begins or get_close_matches(name, names, n=most, cutoff=SIMILARITY)]
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -56,7 +57,7 @@ def near_path(path: str | os.PathLike[str], others: Iterable[str] = (), suffix: 
     except (OSError, ValueError):  # ValueError: a null character
         beside = []
     known = {one: os.path.join(parent, one) for one in sorted(beside) if one.endswith(suffix) and one != name}
-    near = did_you_mean(name, known | {one: one for one in others}, cutoff=0.75)
+    near = did_you_mean(name, known | {one: one for one in others})
     return near and f"{near} "
 
 

@@ -382,7 +382,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean X?)`, by the whole key, else by its last part (`lr` → `optimizer.lr`), else nothing."""
     known = list(known)
     last = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
-    meant = did_you_mean(name, known, cutoff=0.75) or did_you_mean(name.rsplit(".", 1)[-1], last, cutoff=0.75)
+    meant = did_you_mean(name, known) or did_you_mean(name.rsplit(".", 1)[-1], last)
     return f" ({meant})" if meant else ""
 
 

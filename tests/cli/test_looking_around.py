@@ -60,6 +60,12 @@ def test_domains_are_listed_and_shown(specctl):
     assert "prompts from the generator" in specctl("domains", "show", "sql").out
 
 
+@pytest.mark.parametrize("argv", [("domains", "show", "nope"), ("guide", "nope"), ("recipes", "show", "nope")])
+def test_a_name_that_is_far_from_all_names_gets_no_suggestion(specctl, argv):
+    """Every command had a limit of its own: for `nope` one suggested `code`, another the guide of gateways."""
+    assert "nope" in specctl(*argv).err and "did you mean" not in specctl(*argv).err
+
+
 def test_doctor_finds_everything_here(specctl):
     done = specctl("doctor", "--json")
     assert done.code == 0, done.out
