@@ -94,6 +94,16 @@ def test_a_plan_refuses_files_as_the_run_does(specctl, workplace, argv, code, sa
     assert done.code == code and said in done.err, done.err
 
 
+@pytest.mark.parametrize("name", ["prompts.jsonl", "no.jsonl", "notes", "a/b/c", "drafters/sql-eagle3"])
+def test_the_name_of_a_file_is_no_hub_id(specctl, workplace, name):
+    """A file of prompts as the target was planned as a model of the hub, which nothing can check."""
+    for file in ("prompts.jsonl", "notes"):
+        (workplace / file).write_text('{"prompt": "Q"}')
+    done = specctl("distill", "--target", name, "--dry-run")
+    assert done.code == 4 and name in done.err
+    assert "read from the Hugging Face hub" in specctl.ok("distill", "--target", "org/Model-1.5", "--dry-run").out
+
+
 @pytest.mark.parametrize(
     "argv",
     [

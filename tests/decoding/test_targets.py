@@ -499,6 +499,7 @@ def test_an_unknown_id_fails_at_once_without_the_hub(monkeypatch):
 def test_a_file_of_a_model_is_not_its_directory(tmp_path):
     """The message used to be that the file does not exist."""
     (tmp_path / "model.safetensors").write_bytes(b"x")
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is a file, not a directory") as error:
         loading.load_config(str(tmp_path / "model.safetensors"))
     assert error.value.hint == f"--target {tmp_path}"

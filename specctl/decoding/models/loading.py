@@ -26,6 +26,8 @@ ATTENTION = (None, "eager", "sdpa")
 ORIGINAL = "ORIGINAL-MODEL"
 """Placeholder in commands for the model from which a GGUF file was made."""
 ORIGINAL_NOTE = f"vLLM and SGLang serve no GGUF files: give them the directory or hub id of its original as {ORIGINAL}"
+FILES = (".gguf", ".json", ".jsonl", ".csv", ".parquet", ".txt", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".pth")
+"""Endings of files. A name with one of them is no hub id."""
 MOST_LAYERS = 1000
 LONGEST_LINE = 300  # characters of another library's message
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -178,10 +180,10 @@ def servable(name: str) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a target's name is looked up on the Hugging Face hub: not `builtin`, and no path, local directory or GGUF
-    file."""
-    local = name.startswith((".", "/", "~")) or os.path.isdir(name) or is_gguf(name)
-    return name != "builtin" and not local
+    """Whether a target's name is looked up on the Hugging Face hub: not `builtin`, and neither the name of a file or
+    directory that exists, nor a path or the name of a file."""
+    path = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.lower().endswith(FILES)
+    return name != "builtin" and not path and not os.path.exists(name)
 
 
 def check_within_reach(name: str, revision: str | None = None) -> None:
@@ -216,10 +218,12 @@ def location(name: str) -> str:
     if is_gguf(name):
         return str(gguf_target.directory(name))
     directory = Path(name).expanduser()
-    if name.startswith((".", "/", "~")) and not os.path.isdir(directory):
+    if not is_hub_id(name) and not os.path.isdir(directory):
+        hint = f"{near_path(name)}give a Hugging Face id, a directory with config.json, a .gguf file, or 'builtin'"
         if os.path.isfile(directory):
-            raise CheckpointError(f"target {name} is a file, not a directory", f"--target {directory.parent}")
-        hint = f"{near_path(name)}give a directory with config.json, or 'builtin'"
+            whole = (directory.parent / "config.json").is_file()
+            hint = f"--target {directory.parent}" if whole else hint
+            raise CheckpointError(f"target {name} is a file, not a directory", hint)
         raise CheckpointError(f"model directory {name} {regular_files.directory_fault(directory)}", hint)
     if not os.path.isdir(directory):  # returns False, without an error, for a name that is too long
         return name
