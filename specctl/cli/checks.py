@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -284,13 +285,16 @@ def check_output(command: str, path: Path, *, resume: bool | None = None, overwr
 
 
 def check_writable(path: Path) -> None:
-    """Check that the directory `path`, or the nearest existing one above it, can be written. Raises UsageError,
-    SpecctlError."""
+    """Check that a file can be made in the directory `path`, or in the nearest existing one above it. Raises
+    UsageError, SpecctlError."""
     parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not parent.is_dir():
         raise UsageError(f"{parent} is a file, not a directory", hint="choose another --output-dir")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise SpecctlError(f"cannot write to {parent}: permission denied", hint="choose another --output-dir")
+    try:
+        tempfile.TemporaryFile(dir=parent).close()  # without a name, if the file system can do that
+    except OSError as error:  # permissions do not tell: root may write to /proc, which takes no files
+        reason = "no files can be made there" if isinstance(error, FileNotFoundError) else error.strerror
+        raise SpecctlError(f"cannot write to {parent}: {reason}", hint="choose another --output-dir") from error
 
 
 def show(command: str, recipe: CommandRecipe, steps: list[str], **more: Any) -> None:

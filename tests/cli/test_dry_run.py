@@ -227,6 +227,8 @@ def test_commands_that_need_an_argument_say_so(specctl, command):
         (["distill", "--output-dir", "file"], 2, "file"),
         (["eval", "--output-dir", "file/below"], 2, "is a file"),
         (["eval", "--output-dir", "online", "--resume"], 2, "online holds a run of specctl online"),
+        (["distill", "--output-dir", "/proc/x"], 1, "cannot write to /proc: no files can be made there"),
+        (["train-router", "--router", "/proc/x"], 1, "cannot write to /proc: no files can be made there"),
         (["train-drafter", "--output-dir", "full"], 2, "--overwrite"),
         (["eval", "--output-dir", "full"], 2, "--overwrite"),
         (["train-drafter", "--output-dir", "full", "--overwrite"], 0, ""),

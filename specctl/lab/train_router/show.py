@@ -29,6 +29,8 @@ def train_router(recipe: TrainRouterRecipe, dry_run: bool) -> None:
     run.check(recipe)
     if recipe.train_router:
         checks.check_data(run.training_data(recipe))
+        if recipe.router_dir is not None:
+            checks.check_writable(recipe.router_dir)
     checks.check_run_dir("train-router", recipe)
     run_or_plan("train-router", recipe, dry_run, lambda: steps(recipe, pool), select.show, "run_dir")
 
