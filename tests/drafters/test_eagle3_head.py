@@ -5,6 +5,7 @@ import torch
 
 from specctl.drafters.eagle3.drafter import FAMILY
 from specctl.drafters.eagle3.head import Eagle3Head
+from specctl.drafters.feature.fusion import default_taps
 from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe
 from specctl.training.example import Example
@@ -94,3 +95,10 @@ def test_a_draft_vocabulary_that_does_not_fit_is_refused_at_load(target, head):
         FAMILY.restore(larger, tensors)
     with pytest.raises(CheckpointError, match=f"ids outside 0 … {target.vocab_size - 1}"):
         FAMILY.restore(shape, tensors | {"d2t": tensors["d2t"] + target.vocab_size})
+
+
+@pytest.mark.parametrize("layers", [4, 5, 6, 7, 32])
+def test_a_head_can_be_exported_by_default(layers):
+    """The head of a target with four layers read hidden_states[4], after the last layer: no engine provides it."""
+    taps = default_taps(layers)
+    assert list(taps) == sorted({*taps}) and len(taps) == 3 and taps[0] > 0 and taps[-1] < layers
