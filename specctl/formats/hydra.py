@@ -4,6 +4,7 @@ import re
 from dataclasses import fields
 from typing import Any, cast
 
+from specctl.decoding.models.loading import servable
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import DraftConfig, head_config
 from specctl.errors import CheckpointError
@@ -40,7 +41,7 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
         "hydra_head_arch": "prefix-mlp",
         "grounded_heads": True,
         "hidden_state_offset": 0,
-        "base_model_name_or_path": facts.name,
+        "base_model_name_or_path": servable(facts.name),
     }
     return Files(config, tensors, "hydra_lm_head.pt")
 
@@ -94,7 +95,7 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
 def serving(head: Head, to: str, use: Deployment) -> Serving:
     """The line of Python for the repository, the only reader of these heads."""
     line = f"HydraModel.from_pretrained({str(use.place)!r})  # python, hydra.model.hydra_model"
-    return Serving([line], [medusa_hydra.NOT_SERVED])
+    return Serving([line], medusa_hydra.serving_notes(use.facts))
 
 
 def _prefix_shape(facts: TargetFacts) -> dict[str, Any]:

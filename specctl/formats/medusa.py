@@ -8,6 +8,7 @@ import re
 
 import torch
 
+from specctl.decoding.models.loading import servable
 from specctl.formats import llama, medusa_hydra, serving_commands
 from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
@@ -31,7 +32,7 @@ def _files_of_repository(head: Head, facts: TargetFacts) -> Files:
     config = {
         "medusa_num_heads": head.architecture["draft_heads"],
         "medusa_num_layers": head.architecture["num_layers"],
-        "base_model_name_or_path": facts.name,
+        "base_model_name_or_path": servable(facts.name),
     }
     return Files(config, head.tensors, "medusa_lm_head.pt")
 
@@ -106,4 +107,5 @@ def serving(head: Head, to: str, use: Deployment) -> Serving:
         found = serving_commands.serving("vllm", "medusa", use)
         return Serving(found.commands, [UNTIL_VLLM_33, *found.notes])
     line = f"MedusaModel.from_pretrained({str(use.place)!r})  # python, medusa.model.medusa_model"
-    return Serving([line], [f"{medusa_hydra.NOT_SERVED}; vLLM serves the files of --to vllm"])
+    first, *more = medusa_hydra.serving_notes(use.facts)
+    return Serving([line], [f"{first}; vLLM serves the files of --to vllm", *more])

@@ -5,10 +5,21 @@ from typing import Any
 
 from torch import Tensor
 
+from specctl.decoding.models.loading import ORIGINAL, is_gguf
 from specctl.errors import CheckpointError
 from specctl.formats.head import Head, TargetFacts
 
 NOT_SERVED = "neither vLLM nor SGLang serves this format: it is for its original repository"
+
+NO_GGUF = (
+    "the repository reads no GGUF files: in config.json, replace base_model_name_or_path "
+    f"{ORIGINAL} by the directory or hub id of the target's original"
+)
+
+
+def serving_notes(facts: TargetFacts) -> list[str]:
+    """Notes on the use of heads by their repository."""
+    return [NOT_SERVED, NO_GGUF] if is_gguf(facts.name) else [NOT_SERVED]
 
 
 def check_full_vocabulary(head: Head) -> None:

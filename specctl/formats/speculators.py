@@ -130,7 +130,7 @@ def _proposal(algorithm: str, facts: TargetFacts, tokens: int) -> dict[str, Any]
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": facts.name, "architectures": list(facts.architectures)},
+            "verifier": {"name_or_path": servable(facts.name), "architectures": list(facts.architectures)},
         },
     }
 

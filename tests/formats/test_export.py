@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 from specctl import api
 from specctl.cli.export import show
 from specctl.commands import export as exporting
+from specctl.decoding.models.loading import ORIGINAL
 from specctl.drafters import checkpoint
 from specctl.drafters.dflash.drafter import FAMILY as dflash
 from specctl.drafters.lm.config import stored
@@ -312,6 +313,17 @@ def test_the_original_repositories_compute_the_logits_of_heads(make, ours, model
     result = export(drafter, family, tmp_path / "out")
     assert_same(drafted(getattr(consumers, family), tmp_path / "out", model, text), ours(drafter))
     assert "neither vLLM" in result.notes[0] and ("--to vllm" in result.notes[0]) == (family == "medusa")
+
+
+@pytest.mark.parametrize(("family", "to"), [("medusa", "medusa"), ("hydra", "hydra"), ("eagle3", "speculators")])
+def test_files_for_a_gguf_target_leave_its_original_to_the_user(make, target, tmp_path, family, to):
+    """They named the GGUF file as the base model, which their loaders cannot read."""
+    found = checkpoint.load(make(family))
+    facts = replace(TargetFacts.of_target(target), name="/home/me/model.gguf")
+    head, form = Head(family, found.config["architecture"], found.tensors), registry.writer(family, to)
+    assert "/home/me" not in str(form.write(head, facts, STEPS, to).config)
+    told = form.serving(head, to, Deployment(tmp_path, facts, STEPS))
+    assert ORIGINAL in str(told)
 
 
 def test_vllm_computes_the_logits_of_medusa_heads(make, ours, model, text, tmp_path):
