@@ -101,9 +101,9 @@ class _Document:
             self.begins = node.start_mark.line + 1
             return self._build(node, (), frozenset())
         except _ForbiddenYaml as error:
-            raise RecipeError(_describe(error, self.source)) from error
+            raise RecipeError(_describe(error, self.source, self.text)) from error
         except yaml.YAMLError as error:
-            raise NotYaml(_describe(error, self.source)) from error
+            raise NotYaml(_describe(error, self.source, self.text)) from error
 
     def _build(self, node: yaml.Node, path: KeyPath, ancestors: frozenset[int]) -> Any:
         """Python values of a node; collects duplicate keys in `problems`. `ancestors`: ids of the nodes around it."""
@@ -156,7 +156,21 @@ def _too_deep(mark: yaml.Mark) -> _ForbiddenYaml:
     return _ForbiddenYaml(None, None, f"nested too deeply, over {DEEPEST} levels", mark)
 
 
-def _describe(error: yaml.YAMLError, source: str) -> str:
+IN_WORDS = {
+    "'<document start>'": "one mapping of keys to values",
+    "found another": "found a second",
+    "'<stream end>'": "the end of the file",
+}
+"""Words for PyYAML's terms in its messages."""
+
+
+def _describe(error: yaml.YAMLError, source: str, text: str) -> str:
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return f"{source}:{line}: not YAML: {chr(error.character)!r} is no character of a text"
     mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "not valid YAML"
-    return f"{source}:{mark.line + 1}: {problem}" if mark else f"{source}: {problem}"
+    problem = getattr(error, "problem", None) or "cannot be read"
+    for term, words in IN_WORDS.items():
+        problem = problem.removeprefix("but ").replace(term, words)
+    kind = "" if isinstance(error, _ForbiddenYaml | yaml.constructor.ConstructorError) else "not YAML: "
+    return f"{source}:{mark.line + 1}: {kind}{problem}" if mark else f"{source}: {kind}{problem}"
