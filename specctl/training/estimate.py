@@ -277,7 +277,7 @@ class PlannedTraining:
         recipe, outline, machine = self.recipe, self.outline, self.machine
         compute = machine.dtype(recipe.precision)
         found = {
-            "target": self.loaded * outline.dtype.itemsize / (machine.shards if self.loads_layers else 1),
+            "target": self.target_bytes() / (machine.shards if self.loads_layers else 1),
             "drafter": state_bytes(self.drafter, recipe.optimizer_type, recipe.zero_stage, machine.processes),
             "activations": activation_bytes(self.drafter, tokens, self.depth, self.texts, compute),
         }
@@ -299,6 +299,15 @@ class PlannedTraining:
                 check = self.parameters * (4 + 4 + outline.dtype.itemsize)
                 found["acceptance check"] = max(0.0, check - found["activations"] - found.get("autocast", 0))
         return found
+
+    def target_bytes(self) -> int:
+        """Bytes of the target's parameters that are loaded. A GGUF file stays quantized on a CPU."""
+        outline, name = self.outline, self.recipe.target.name
+        if self.loads_layers and self.machine.gpu == "cpu":
+            stored = lean.stored_weights(name, outline.config, torch.device("cpu"), outline.dtype)
+            if stored is not None:
+                return sum(weight.nbytes for weight in stored.values())
+        return self.loaded * outline.dtype.itemsize
 
     def disk(self) -> dict[str, float]:
         """Bytes by use that training leaves on disk or needs there temporarily."""

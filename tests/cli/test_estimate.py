@@ -9,12 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 from transformers import AutoConfig
 
 from specctl.drafters.pool import FAMILIES
 from specctl.engines import vllm
 from specctl.engines.records import HiddenStatesSpec
 from specctl.recipe.resolve import command_of, resolve, shipped
+from tests.conftest import write_tiny
+from tests.toys.gguf import write
 
 LLAMA2 = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
@@ -268,3 +271,16 @@ def test_recipes_set_the_zero_stage_consistently():
     for name in (name for name in shipped() if name.startswith("train-drafter/")):
         recipe = resolve(command_of(name), name, environ={})
         assert recipe.deepspeed.get("zero_optimization", {}).get("stage", recipe.zero_stage) == recipe.zero_stage
+
+
+def test_a_gguf_target_is_counted_as_it_is_stored(specctl, tmp_path, monkeypatch):
+    """It stays quantized on a CPU, but was counted in bf16."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sizes = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    write(write_tiny(tmp_path / "model", "LlamaConfig", sizes), tmp_path / "m.gguf", GGMLQuantizationType.Q8_0)
+    options = ("--target", "m.gguf", "--domain", "sql", "--device", "cpu", "--dtype", "bf16", "--dry-run", "--json")
+    found = {}
+    for switch in ("dequantized", "quantized"):
+        monkeypatch.setenv("SPECCTL_GGUF", switch)
+        found[switch] = specctl.ok("train-drafter", *options).json["estimate"]["memory_gb"]["target"]
+    assert 0.5 < found["quantized"] / found["dequantized"] < 0.9
