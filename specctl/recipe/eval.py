@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import model_validator
 
-from specctl.recipe.sections import DraftingRecipe, LocalPath, Name, RunRecipe, SampledRecipe
+from specctl.recipe.sections import DraftingRecipe, LocalPath, Name, RunRecipe, SampledRecipe, Seeds
 
 
 class EvalRecipe(RunRecipe, SampledRecipe):
@@ -25,7 +25,7 @@ class EvalRecipe(RunRecipe, SampledRecipe):
     matrix: bool = False
     metric: Literal["mat", "speedup", "accept_rate"] = "mat"  # shown in the cells of the matrix
     baselines: list[Literal["vanilla", "transformers"]] = ["vanilla", "transformers"]
-    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
+    seeds: Seeds = [0]
     save_outputs: bool = False
 
     @model_validator(mode="after")

@@ -93,6 +93,15 @@ Names = Annotated[list[str], BeforeValidator(_split_commas)]
 """A list that may be written as one string with commas: `sql,math`."""
 
 
+def _each_once(values: list[Any]) -> list[Any]:
+    """Leave out repetitions: a seed that counted twice would make an interval too narrow."""
+    return [*dict.fromkeys(values)]
+
+
+Seeds = Annotated[list[NonNegativeInt], Field(min_length=1), AfterValidator(_each_once)]
+"""Numbers of repeats with other draws."""
+
+
 class Section(BaseModel):
     """Base class of recipe sections. Unknown keys are errors, and no value is converted silently (YAML is typed)."""
 
@@ -176,7 +185,8 @@ def label_of(prompts: str) -> str:
 class DataRecipe(Section):
     """Source of the prompts: a file or stdin if given, the public data set on request, else the domain's generator."""
 
-    domain: Annotated[Names, Field(min_length=1)] = ["sql"]  # by default the name of a prompts file
+    # By default the name of a prompts file.
+    domain: Annotated[Names, Field(min_length=1), AfterValidator(_each_once)] = ["sql"]
     # JSONL, .csv, .parquet or .txt file (one per domain with `{domain}` in its name), "-" for stdin, or
     # "hub:ID[:CONFIG]" for a data set.
     prompts: Name | None = None

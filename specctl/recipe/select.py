@@ -17,6 +17,7 @@ from specctl.recipe.sections import (
     PositiveFloat,
     SampledRecipe,
     Section,
+    Seeds,
 )
 
 Yardstick = Literal["mat", "throughput"]
@@ -190,7 +191,7 @@ class SelectRecipe(PoolRecipe):
     # because the best draft length depends on the load (BanditSpec, 6.2). Then each load (number of texts, by powers of
     # two) has a game, which learns along the stream.
     choice: Literal["text", "batch"] = "text"
-    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # repeats with other draws
+    seeds: Seeds = [0]  # repeats with other draws
     save_outputs: bool = False
 
     @property

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from specctl.families import online_families
 from specctl.recipe.sections import (
@@ -16,6 +16,7 @@ from specctl.recipe.sections import (
     RunRecipe,
     SamplingRecipe,
     Section,
+    Seeds,
 )
 from specctl.recipe.train import CheckpointRecipe
 
@@ -82,7 +83,7 @@ class LearningRecipe(RunRecipe):
     drafting: DraftingRecipe = DraftingRecipe()
     algo: Annotated[Names, Field(min_length=1)]
     warmup: WarmupRecipe = WarmupRecipe()
-    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # one pass over the whole stream for each seed
+    seeds: Seeds = [0]  # one pass over the whole stream for each seed
     checkpoint: CheckpointRecipe = CheckpointRecipe(every=5)  # counted in chunks
 
     @property

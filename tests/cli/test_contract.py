@@ -568,6 +568,14 @@ def test_an_option_with_a_list_may_be_repeated(specctl):
     assert (recipe["algo"], recipe["baselines"]) == (["ucbspec", "fixed", "hedge"], [])
 
 
+def test_a_name_that_comes_twice_in_a_list_counts_once(specctl):
+    """A domain was measured twice, and a seed that was played twice made the intervals narrower."""
+    lists = ["--domain", "sql", "--domain", "sql,math", "--seeds", "1,0,1"]
+    for command in ("eval", "select"):
+        recipe = specctl.ok(command, *lists, "--dry-run", "--json").json["recipe"]
+        assert (recipe["data"]["domain"], recipe["seeds"]) == (["sql", "math"], [1, 0])
+
+
 def test_a_wrong_value_is_told_once_and_in_plain_words(specctl):
     assert specctl("eval", "--domain", "").err == "error: --domain: data.domain: needs at least 1 item (got '')\n"
     assert specctl("distill", "--server", "a:1").err.count("a:1") == 1

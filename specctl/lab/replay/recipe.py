@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from specctl.errors import UsageError
-from specctl.recipe.sections import CommandRecipe, LocalPath, Names, Section
+from specctl.recipe.sections import CommandRecipe, LocalPath, Names, Section, Seeds
 from specctl.recipe.select import ArmRecipe, GameRecipe, PolicyRecipe
 
 
@@ -37,7 +37,7 @@ class ReplayRecipe(CommandRecipe):
     game: GameRecipe = GameRecipe()
     reset: Literal["query", "session", "stream"] = "query"  # when a policy forgets
     session: PositiveInt = 8  # prompts per session of the default order; a table has sessions of its own
-    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # repeats with other draws
+    seeds: Seeds = [0]  # repeats with other draws
     pool_sizes: list[PositiveInt] = []  # also play with this many of the arms, on several subsets each
     overwrite: bool = False
 
