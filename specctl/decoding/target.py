@@ -348,17 +348,12 @@ def load_target(
     """
     where = pick_device(device)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = load_config(name, **options)
     if adapter is not None:
-        target_adapter.check(adapter, name, load_config(name, **options), trust_remote_code=trust_remote_code)
+        target_adapter.check(adapter, name, config, trust_remote_code=trust_remote_code)
+    kind = pick_dtype(dtype, where) if path == "transformers" else lean.pick_target_dtype(dtype, where, config)
     part, read_again, stored = WHOLE, None, None
-
-    def dtype_of() -> torch.dtype:
-        if path == "transformers":
-            return pick_dtype(dtype, where)
-        return lean.pick_target_dtype(dtype, where, load_config(name, **options))
-
     if whole and tensor_parallel > 1:
-        config = load_config(name, **options)
         check_decodable(name, config)
         if path == "transformers":
             raise UsageError(
@@ -368,19 +363,18 @@ def load_target(
         part = Slice(processes.join_group(tensor_parallel, where), tensor_parallel)
         model = load_slice(name, config, part, device=where, dtype=pick_dtype(dtype, where), revision=revision)
     elif whole:
-        kind = dtype_of()
 
         def read_again(other: str | None) -> tuple[Any, Mapping[str, gguf_target.Weight] | None]:
             merged = other or adapter
             kept = None
             if merged is None and path != "transformers":
-                kept = lean.stored_weights(name, load_config(name, **options), where, kind)
+                kept = lean.stored_weights(name, config, where, kind)
             model = load_model(name, device=where, dtype=kind, source=Source(device_map, max_memory, kept), **options)
             return model if merged is None else target_adapter.merge(model, merged, name), kept
 
         model, stored = read_again(None)
     else:
-        model = load_layerless(name, device=where, dtype=dtype_of(), **options)
+        model = load_layerless(name, device=where, dtype=kind, **options)
         if adapter is not None:
             target_adapter.check_outside(adapter, name)
     tokenizer = load_tokenizer(name, **options)
