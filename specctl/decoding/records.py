@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from specctl.decoding.adjustment import Adjustment
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.kernels import Rows
 
@@ -39,11 +40,13 @@ class Request:
     Attributes:
         prompt: token ids of the prompt.
         max_new_tokens: upper limit; the target's context length may end the text earlier.
-        seed: random seed. Prompt, `sampling` and seed determine the text.
+        seed: random seed. Prompt, `sampling`, `adjustment` and seed determine the text.
         ends: ids that end the text, in addition to the target's own. Here, too, `stop` is "eos".
         ignores_eos: the target's own end tokens do not end the text, which load tests ask for.
         constraint: form of the text, or None. It follows this text, so no other request may have it.
         label: identity of the text for controllers and logs, if known.
+        adjustment: penalties and bias of its logits, or None.
+        begun: number of tokens at the end of the prompt that belong to the answer, because the text goes on.
     """
 
     prompt: list[int]
@@ -54,11 +57,15 @@ class Request:
     label: Label | None = None
     ignores_eos: bool = False
     constraint: Constraint | None = None
+    adjustment: Adjustment | None = None
+    begun: int = 0
 
     @property
     def edits_logits(self) -> bool:
-        """Whether tokens are drawn from other logits than the target's: with a repetition penalty or a constraint."""
-        return self.sampling.repetition_penalty != 1 or self.constraint is not None
+        """Whether tokens are drawn from other logits than the target's: with a repetition penalty, an adjustment or a
+        constraint."""
+        edited = self.sampling.repetition_penalty != 1 or self.adjustment is not None
+        return edited or self.constraint is not None
 
 
 @dataclass(eq=False)
@@ -105,6 +112,11 @@ class Sequence:
     @property
     def output(self) -> list[int]:
         return self.ids[self.prompt_length :]
+
+    @property
+    def answer(self) -> list[int]:
+        """The output, with the tokens of the prompt that belong to it."""
+        return self.ids[self.prompt_length - self.request.begun :]
 
     @property
     def draft_room(self) -> int:

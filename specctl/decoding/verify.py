@@ -58,12 +58,25 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
 def edit_logits(
     draws: Draws, logits: Tensor, texts: list[Sequence], parents: list[list[int]], tokens: Tensor
 ) -> tuple[Tensor, dict[int, Exception]]:
-    """Apply the requests' repetition penalties and constraints to the logits [B, 1 + n, V] of texts and drafts.
+    """Apply the requests' penalties, biases and constraints to the logits [B, 1 + n, V] of texts and drafts.
     `parents` and `tokens` [B, n] are the drafts'. Returns the logits to draw from, and the errors by sequence."""
     if not any(text.request.edits_logits for text in texts):
         return logits, {}
     penalised = draws.penalise(logits, [text.ids for text in texts], parents, tokens)
-    return constrain(penalised, texts, parents, tokens)
+    return constrain(adjust(penalised, texts, parents, tokens), texts, parents, tokens)
+
+
+def adjust(logits: Tensor, texts: list[Sequence], parents: list[list[int]], tokens: Tensor) -> Tensor:
+    """Logits [B, 1 + n, V] with the texts' adjustments. `parents` and `tokens` [B, n] are the drafts'."""
+    adjusted = logits
+    for b, text in enumerate(texts):
+        adjustment = text.request.adjustment
+        if adjustment is None:
+            continue
+        added = adjustment.added(text.answer, parents[b], tokens[b].tolist(), logits.shape[-1])
+        adjusted = logits.clone() if adjusted is logits else adjusted
+        adjusted[b] += added.to(logits)
+    return adjusted
 
 
 def constrain(

@@ -33,14 +33,14 @@ class TextPart:
 
     Attributes:
         index: number of the answer in its request.
-        tokens: number of new tokens.
+        ids: new tokens.
         finish: "stop" or "length" at the end.
         stats: counts of the whole text, at its end.
     """
 
     index: int
     text: str
-    tokens: int = 0
+    ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     finish: str | None = None
     error: Exception | None = None
@@ -98,8 +98,8 @@ class Generation:
 
     def remaining(self) -> Request:
         """Request for the rest of the text. It continues in the same way: draws depend on seed and position."""
-        left = self.request.max_new_tokens - len(self.tokens)
-        return replace(self.request, prompt=self.request.prompt + self.tokens, max_new_tokens=left)
+        prompt, begun = self.request.prompt + self.tokens, len(self.tokens)
+        return replace(self.request, prompt=prompt, max_new_tokens=self.request.max_new_tokens - begun, begun=begun)
 
 
 Command = tuple[str, Generation | None]
@@ -354,15 +354,15 @@ class EngineThread:
         finish = "stop" if stream.stopped is not None else None
         if event.ended is not None:
             finish = finish or FINISHED[event.ended.stop]
-        used = stream.used - known
+        used = event.tokens[: stream.used - known]
         logprobs = None
         if generation.top_logprobs is not None:
-            logprobs = self._logprobs.take(event.id)[:used]
+            logprobs = self._logprobs.take(event.id)[: len(used)]
         stats = event.ended
         if finish is not None and stats is None:
             stats = self.engine.texts[event.id].decoded(0.0, 0.0, 0, 0, 0)
         self._parts.append((generation, TextPart(generation.index, text, used, logprobs, finish, stats=stats)))
-        self.meter.tokens.inc(used)
+        self.meter.tokens.inc(len(used))
         if finish is None:
             return
         if event.ended is None:

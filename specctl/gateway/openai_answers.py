@@ -38,6 +38,7 @@ class PartialAnswer:
     """One answer while its parts arrive."""
 
     text: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
     stats: Decoded | None = None
@@ -45,6 +46,7 @@ class PartialAnswer:
     def add(self, part: TextPart) -> None:
         """Append a part."""
         self.text.append(part.text)
+        self.ids += part.ids
         self.logprobs += part.logprobs or []
         self.finish = part.finish or self.finish
         self.stats = part.stats or self.stats
@@ -54,7 +56,12 @@ class AnswerFormat:
     """Documents of one request, either a chat or a completion.
 
     `most_calls`: number of tool calls that are read from the text of an answer; further calls are left out. None = all.
+
+    Attributes:
+        prompts: ids of every answer's prompt, if the documents are to have the token ids, under vLLM's names.
     """
+
+    prompts: list[list[int]] | None = None
 
     def __init__(self, chat: bool, model: str, tokens: TokenTexts, wants_logprobs: bool, *, most_calls: int | None = 0):
         self.chat, self.model, self.tokens, self.wants_logprobs = chat, model, tokens, wants_logprobs
@@ -82,15 +89,24 @@ class AnswerFormat:
                 one["finish_reason"] = CALLED
             if self.wants_logprobs:
                 one["logprobs"] = self._logprobs(choice.logprobs, 0)
+            if self.prompts is not None:
+                one |= {"token_ids": choice.ids} | ({} if self.chat else self._prompt_ids(index))
             made.append(one)
         about = {"id": self.id, "object": self._kind(False), "created": self.created, "model": self.model}
+        about |= self._prompt_ids(0) if self.chat else {}
         metrics = draft_metrics([choice.stats for choice in choices if choice.stats is not None])
         return about | {"choices": made, "usage": usage.document} | ({"metrics": metrics} if metrics else {})
 
+    def _prompt_ids(self, index: int) -> dict[str, list[int]]:
+        return {} if self.prompts is None else {"prompt_token_ids": self.prompts[index]}
+
     def first(self, index: int) -> bytes:
-        """The first piece of a chat's answer, which names the role."""
-        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return self._piece(choice)
+        """The first piece of an answer: a chat's names the role. Empty if a completion's would say nothing."""
+        prompt = self._prompt_ids(index)
+        choice: dict[str, Any] = {"index": index, "finish_reason": None}
+        if self.chat:
+            return self._piece(choice | {"delta": {"role": "assistant", "content": ""}}, prompt)
+        return self._piece(choice | {"text": "", "logprobs": None, "token_ids": []} | prompt) if prompt else b""
 
     def piece(self, part: TextPart, offset: int) -> bytes:
         """The piece of a stream with a part of a text; `offset`: number of characters before it. Empty if all of the
@@ -103,9 +119,11 @@ class AnswerFormat:
                 rest, calls = held.end(part.finish)
                 text, calls = text + rest, calls[: self.most_calls]
             part = replace(part, text=text, finish=CALLED if calls else part.finish)
-            if not (text or part.logprobs or part.last):
+            if not self.says(part):
                 return b""
-        if not self.wants_logprobs and part.finish is None:  # most pieces: made without building a document
+        if (
+            not self.wants_logprobs and self.prompts is None and part.finish is None
+        ):  # most pieces: made without building a document
             text = json.dumps(part.text)
             delta = f'"delta":{{"content":{text}}}' if self.chat else f'"text":{text}'
             body = f'{{"index":{part.index},{delta},"logprobs":null,"finish_reason":null}}]}}\n\n'
@@ -113,12 +131,19 @@ class AnswerFormat:
         choice: dict[str, Any] = {"index": part.index}
         choice |= {"delta": {"content": part.text} if part.text else {}} if self.chat else {"text": part.text}
         choice |= {"logprobs": self._logprobs(part.logprobs or [], offset) if self.wants_logprobs else None}
+        choice |= {} if self.prompts is None else {"token_ids": part.ids}
         if calls:
             choice["delta"] |= {"tool_calls": [{"index": number} | call for number, call in enumerate(calls)]}
         return self._piece(choice | {"finish_reason": part.finish})
 
-    def _piece(self, choice: dict[str, Any]) -> bytes:
-        return (self._head + json.dumps(choice, separators=(",", ":")) + "]}\n\n").encode()
+    def says(self, part: TextPart) -> bool:
+        """Whether a client has a use for the piece of this part."""
+        return bool(part.text or part.logprobs or part.last or (part.ids and self.prompts is not None))
+
+    def _piece(self, choice: dict[str, Any] | None, about: dict[str, Any] | None = None) -> bytes:
+        text = "" if choice is None else json.dumps(choice, separators=(",", ":"))
+        rest = "]," + json.dumps(about, separators=(",", ":"))[1:] if about else "]}"
+        return (self._head + text + rest + "\n\n").encode()
 
     @staticmethod
     def with_usage(piece: bytes, usage: Usage) -> bytes:
@@ -131,7 +156,7 @@ class AnswerFormat:
         about: dict[str, Any] = {"usage": usage.document}
         if metrics := draft_metrics(stats):
             about["metrics"] = metrics
-        return (self._head + "]," + json.dumps(about, separators=(",", ":"))[1:] + "\n\n").encode()
+        return self._piece(None, about)
 
     def _logprobs(self, found: list[TokenLogprob], offset: int) -> dict[str, Any]:
         return self._chat_logprobs(found) if self.chat else self._completion_logprobs(found, offset)

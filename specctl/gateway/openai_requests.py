@@ -3,9 +3,10 @@
 import secrets
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
+from specctl.decoding.adjustment import Adjustment
 from specctl.decoding.sampling import Sampling
 from specctl.distillation.messages import Conversation, checked_messages, template_options, tool_list
 from specctl.gateway.openai_errors import ApiError, of_validation
@@ -13,14 +14,12 @@ from specctl.gateway.openai_errors import ApiError, of_validation
 MOST_ANSWERS = 64  # texts of one request
 MOST_STOPS, LONGEST_STOP = 16, 1024  # stop strings, and characters of one
 MOST_FIELDS = 64  # of an object in a body
+MOST_BIASES = 1024  # tokens of a bias
 MOST_MESSAGES, MOST_IDS = 10_000, 2**20  # beyond any context
 COLDEST = 1e-3  # a lower temperature is greedy: its logits would overflow
 MOST_SEED = 2**63
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -39,7 +38,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "stop_token_ids": ([],),
     "bad_words": ([],),
-    "return_token_ids": (False,),
     "include_stop_str_in_output": (False,),
     "echo": (False,),
     "suffix": ("",),
@@ -101,6 +99,17 @@ class ResponseFormat(_Body):
         return self
 
 
+def _few(bias: Any) -> Any:
+    """Refuse a long bias at once: pydantic checks all tokens before it counts them."""
+    if isinstance(bias, dict) and len(bias) > MOST_BIASES:
+        raise ValueError(f"it has {len(bias)} tokens: at most {MOST_BIASES} are allowed")
+    return bias
+
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+
 class TextsRequest(_Body):
     """Fields that both kinds of requests share."""
 
@@ -109,6 +118,9 @@ class TextsRequest(_Body):
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=2**31)] = 0
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)] = {}
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     seed: Annotated[int, Field(ge=-MOST_SEED, lt=MOST_SEED)] | None = None
     stop: (
@@ -117,6 +129,7 @@ class TextsRequest(_Body):
     ) = ""
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = 1
     ignore_eos: bool = False  # vLLM's, for load tests
+    return_token_ids: bool = False  # vLLM's, for roll-outs
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -157,6 +170,14 @@ class TextsRequest(_Body):
         """How tokens are drawn. Without values it is OpenAI's default: temperature 1 without filters."""
         temperature = self.temperature if self.temperature >= COLDEST else 0.0
         return Sampling(temperature, max(self.top_k, 0), max(self.top_p, 1e-6), self.repetition_penalty)
+
+    @property
+    def adjustment(self) -> Adjustment | None:
+        """Penalties and bias of the logits, or None."""
+        bias = {int(token): value for token, value in self.logit_bias.items()}
+        if not (self.presence_penalty or self.frequency_penalty or bias):
+            return None
+        return Adjustment(self.presence_penalty, self.frequency_penalty, bias)
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -76,6 +76,8 @@ class OwnEngine:
         form = AnswerFormat(
             chat, self.name, self._token_texts, asked.alternatives is not None, most_calls=asked.most_calls
         )
+        if asked.return_token_ids:
+            form.prompts = [generation.request.prompt for generation in generations]
         for generation in generations:
             self.thread.submit(generation)
         if asked.stream:
@@ -127,9 +129,11 @@ class OwnEngine:
         on_host = self.target.device.type == "cpu" or self.recipe.chooses  # elsewhere log probabilities are not known
         if asked.alternatives is not None and not on_host:
             raise ApiError("'logprobs' is not supported on this device", param="logprobs", code="unsupported_parameter")
+        if any(int(token) >= self.target.vocab_size for token in asked.logit_bias):
+            self._unknown_ids("logit_bias")
 
     def _check_name(self, name: str | None) -> None:
-        if name not in (None, self.name):
+        if name and name != self.name:  # as with vLLM, no name is the only model
             message = f"the model does not exist: use {self.name}"
             raise ApiError(message, 404, param="model", code="model_not_found")
 
@@ -214,8 +218,12 @@ class OwnEngine:
         if len(ids) >= self.target.context_length:
             self._too_long(f"{len(ids)} tokens", param)
         if max(ids) >= self.target.vocab_size:
-            raise ApiError(f"token ids must be below {self.target.vocab_size}", param=param)
+            self._unknown_ids(param)
         return ids
+
+    def _unknown_ids(self, param: str) -> NoReturn:
+        message = f"Invalid value for '{param}': token ids must be below {self.target.vocab_size}"
+        raise ApiError(message, param=param, code="invalid_value")
 
     def _too_long(self, size: str, param: str) -> NoReturn:
         longest = self.target.context_length
@@ -236,7 +244,14 @@ class OwnEngine:
                 own_seed = (seed + (index if asked.seed is None else number)) % openai_requests.MOST_SEED
                 form = None if constraint is None else constraint.copy(len(ids))
                 request = Request(
-                    ids, asked.sampling, limit, own_seed, label=label, ignores_eos=asked.ignore_eos, constraint=form
+                    ids,
+                    asked.sampling,
+                    limit,
+                    own_seed,
+                    label=label,
+                    ignores_eos=asked.ignore_eos,
+                    constraint=form,
+                    adjustment=asked.adjustment,
                 )
                 made.append(Generation(request, channel, index, asked.stops, asked.alternatives))
         return made
@@ -253,7 +268,7 @@ class OwnEngine:
                 if part.error is not None:
                     raise _api_error(part.error)
                 choices[part.index].add(part)
-                usage.completion += part.tokens
+                usage.completion += len(part.ids)
         return choices
 
     async def _events(
@@ -273,11 +288,11 @@ class OwnEngine:
                     made.append(event(error.document))
                     unfinished = 0
                     break
-                if form.chat and part.index not in begun:
+                if part.index not in begun:
                     made.append(form.first(part.index))
                 begun.add(part.index)
-                usage.completion += part.tokens
-                if part.text or part.logprobs or part.last:
+                usage.completion += len(part.ids)
+                if form.says(part):
                     piece = form.piece(part, offsets[part.index])
                     made.append(form.with_usage(piece, usage) if piece and counts_always else piece)
                 offsets[part.index] += form.length_of(part)

@@ -160,7 +160,7 @@ class RunningEngines:
     async def _model(self, request: Request, name: Any) -> str | None:
         """The model that a request names, if an engine lists it, or None for the engines' default. Raises ApiError if
         no engine has a model of this name."""
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not name:
             return None
         if not self._serving(name):
             await self._list_models(request)  # vLLM loads adapters while it runs

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from specctl.commands.generate import generate
+from specctl.decoding.adjustment import Adjustment
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine, EngineOptions, decode
 from specctl.decoding.prefix_cache import PrefixCache
@@ -110,6 +111,55 @@ def test_a_failing_policy_changes_no_text(target, lookup, make_gateway, monkeypa
     monkeypatch.setattr(controller.selector, method, raising)
     assert [text_of(one) for one in gateway.ask(CHAT, *[chat(p, temperature=0) for p in PROMPTS])] == expected
     assert controller.failures > 0
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_penalties_and_biases_are_the_decoding_loop_s(target, lookup, make_gateway, drafts):
+    """They were refused, although agents send penalties. Other texts of the batch stay."""
+    gateway = make_gateway(Fixed.of(lookup if drafts else None))
+    prompt = target.tokenizer.encode(PROMPTS[0])
+    sent = {"presence_penalty": 1.5, "frequency_penalty": -0.5, "logit_bias": {"17": 4, "30": -100}}
+    meant = Adjustment(1.5, -0.5, {17: 4.0, 30: -100.0})
+    body = {"prompt": prompt, "max_tokens": 24, "seed": 3, "return_token_ids": True}
+    answers = gateway.ask(COMPLETIONS, body | sent, body)
+    for response, adjustment in zip(answers, (meant, None), strict=True):
+        asked = Request(prompt, Sampling(1.0, 0, 1.0), 24, 3, adjustment=adjustment)
+        (expected,) = decode(Engine(target, Fixed.of(None)), [asked])
+        (choice,) = response.json()["choices"]
+        assert choice["token_ids"] == expected.output_ids
+    assert answers[0].json()["choices"][0]["token_ids"] != answers[1].json()["choices"][0]["token_ids"]
+
+
+def test_chats_tell_their_token_ids_if_asked(target, make_gateway):
+    """Roll-outs of RL need the ids that were drawn. vLLM has these names."""
+    body = chat(n=2, temperature=0.8, max_tokens=24)
+    gateway = make_gateway()
+    plain, told, streamed = gateway.ask(
+        CHAT, body, body | {"return_token_ids": True}, body | {"return_token_ids": True, "stream": True}
+    )
+    assert "token_ids" not in plain.text
+    events, document = pieces(streamed.text), told.json()
+    assert document["prompt_token_ids"] == target.render(body["messages"])
+    prompts = [one["prompt_token_ids"] for one in events if "prompt_token_ids" in one]
+    assert prompts == [document["prompt_token_ids"]] * 2
+    for choice in document["choices"]:
+        parts = [one for event in events for one in event["choices"] if one["index"] == choice["index"]]
+        assert [id for part in parts for id in part.get("token_ids", [])] == choice["token_ids"]
+        text = target.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+        assert choice["message"]["content"] == text
+    assert document["usage"]["completion_tokens"] == sum(len(one["token_ids"]) for one in document["choices"])
+
+
+def test_completions_tell_their_token_ids_if_asked(make_gateway):
+    """A stop string ends the ids: `used` counts the tokens that were read."""
+    body = {"prompt": [[40, 41], [50]], "max_tokens": 12, "seed": 0, "return_token_ids": True, "stop": "e"}
+    told, streamed = make_gateway().ask(COMPLETIONS, body, body | {"stream": True})
+    events = pieces(streamed.text)
+    for choice, prompt in zip(told.json()["choices"], body["prompt"], strict=True):
+        parts = [one for event in events for one in event["choices"] if one["index"] == choice["index"]]
+        assert choice["prompt_token_ids"] == prompt == parts[0]["prompt_token_ids"]
+        assert [id for part in parts for id in part.get("token_ids", [])] == choice["token_ids"]
+    assert told.json()["usage"]["completion_tokens"] == sum(len(one["token_ids"]) for one in told.json()["choices"])
 
 
 def test_stop_strings_cut_the_text_and_free_the_slot(make_gateway):

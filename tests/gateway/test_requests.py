@@ -81,8 +81,10 @@ FIELDS = {
     "model": [3, []],
     "chat_template_kwargs": [3, {"tokenize": False}],
     "tools": [[{"type": "function"}], 3],
-    "logit_bias": [{"3": 1}],
-    "presence_penalty": [0.5],
+    "logit_bias": [{"x": 1}, {"-1": 1}, {"3": 101}, {"999999999": 1}, {"3": "x"}, [3]],
+    "presence_penalty": [2.5, "x"],
+    "frequency_penalty": [-2.5],
+    "min_p": [0.05],
     "response_format": [{"type": "yaml"}, "json_object", {"type": "json_schema"}],
 }
 
@@ -104,9 +106,7 @@ def test_unknown_fields_are_named(send):
 def test_neutral_values_of_unsupported_fields_are_accepted(make_gateway):
     """Many clients send default values."""
     neutral = {
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "logit_bias": {},
+        "min_p": 0.0,
         "tools": [],
         "user": "me",
         "stop": None,
@@ -142,7 +142,6 @@ def test_invalid_prompts_are_refused(send, prompt):
         ({"prompt": "x", "stop": "x" * 1025}, "stop", "at most 1024 characters"),
         ({"prompt": "x", "str": 1}, "str", "Unrecognized"),
         ({"prompt": "x", "echo": True}, "echo", "leave it out"),
-        ({"prompt": "x", "return_token_ids": True}, "return_token_ids", "leave it out"),
     ],
 )
 def test_messages_name_the_fault_that_matters(send, body, param, message):
@@ -165,6 +164,12 @@ def test_overlong_prompts_are_refused(send, size):
 def test_a_chat_refused_by_the_template_is_an_error(send):
     body = chat() | {"chat_template_kwargs": {"messages": []}}
     assert send(json.dumps(body).encode()).status_code in (400, 500)
+
+
+def test_an_empty_name_is_the_only_model(make_gateway):
+    """Clients without a model send it. vLLM answers."""
+    (response,) = make_gateway().ask(CHAT, chat(model="", max_tokens=1))
+    assert response.status_code == 200, response.text
 
 
 def test_unknown_models_are_refused(send):
@@ -226,6 +231,9 @@ def test_a_long_invalid_list_gives_one_error(send, monkeypatch):
         error(send(json.dumps(body), COMPLETIONS), 400)
     error(send(json.dumps({"messages": [{"role": 1}] * 5000})), 400)
     assert len(counts) == 5 and max(counts) < 10
+    bias = dict.fromkeys(range(5000), "x")
+    assert "logit_bias" in error(send(json.dumps({"messages": MESSAGES, "logit_bias": bias})), 400)["message"]
+    assert counts.pop() == 1
     error(send(json.dumps({"messages": MESSAGES} | {f"field{n}": 1 for n in range(5000)})), 400)
 
 

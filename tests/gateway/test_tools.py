@@ -35,7 +35,7 @@ class Scripted(EngineThread):
         self.open.add(generation)
         pieces = [self.text[at : at + self.size] for at in range(0, len(self.text), self.size)]
         for piece in pieces:
-            generation.channel.put(TextPart(generation.index, piece, 1))
+            generation.channel.put(TextPart(generation.index, piece, [1]))
         self.open.discard(generation)
         generation.channel.put(TextPart(generation.index, "", finish=self.finish))
 
@@ -140,6 +140,13 @@ def test_a_client_can_ask_for_one_call(script):
     for calls in (whole["message"]["tool_calls"], streamed):
         assert [call["function"]["name"] for call in calls] == ["get_weather"]
     assert whole["finish_reason"] == parts[-1]["finish_reason"] == "tool_calls"
+
+
+def test_text_that_is_held_back_has_its_token_ids(script):
+    app, _ = script("I look.\n" + TWO, 5)
+    whole, parts = answers(app, chat(tools=TOOLS, return_token_ids=True))
+    assert whole["finish_reason"] == parts[-1]["finish_reason"] == "tool_calls"
+    assert [id for part in parts for id in part.get("token_ids", [])] == whole["token_ids"] != []
 
 
 @pytest.mark.parametrize("name", OTHER)

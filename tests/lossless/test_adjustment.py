@@ -1,0 +1,80 @@
+"""Presence and frequency penalties and logit bias: speculative decoding draws what plain decoding draws with them."""
+
+import pytest
+import torch
+
+from specctl.decoding import verify
+from specctl.decoding.adjustment import Adjustment
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.records import Request
+from specctl.decoding.sampling import GREEDY, Sampling
+from tests.lossless.drafters import bushes, ragged
+from tests.lossless.test_equality import DRAFTERS, ONE_OF_EACH, SEEDS
+
+HOT = Sampling(1.0, 0, 1.0)
+PENALISED = Sampling(0.8, 0, 1.0, repetition_penalty=1.2)
+STRONG, BIASED = Adjustment(1.5, 1.0), Adjustment(-0.5, 0.3, {17: 6.0, 30: -100.0})
+
+
+def requests(prompts, samplings, adjustments=(STRONG, None, BIASED)):
+    """Three requests, the middle one without an adjustment."""
+    rows = zip(prompts, samplings, SEEDS, adjustments, strict=True)
+    return [Request(prompt, sampling, 16, seed, adjustment=adjustment) for prompt, sampling, seed, adjustment in rows]
+
+
+def answers(target, asked, drafter=None, slots=None):
+    engine = Engine(target, Fixed.of(drafter), EngineOptions(slots=slots))
+    return [(one.output_ids, one.stop) for one in decode(engine, asked)]
+
+
+@pytest.mark.parametrize("samplings", [[GREEDY] * 3, [HOT, HOT, PENALISED]], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_adjusted_texts_equal_plain_adjusted_texts(target, prompts, name, samplings):
+    asked = requests(prompts, samplings)
+    expected = answers(target, asked, slots=1)
+    free = answers(target, requests(prompts, samplings, [None] * 3))
+    assert [one == other for one, other in zip(expected, free, strict=True)] == [False, True, False]
+    texts = [[*prompt, *ids] for prompt, (ids, _) in zip(prompts, expected, strict=True)]
+    assert answers(target, asked, DRAFTERS[name](target, texts)) == expected
+
+
+@pytest.mark.parametrize("drafts", [bushes, ragged], ids=["trees", "chains"])
+def test_negative_control_without_the_paths_of_nodes_texts_differ(target, prompts, monkeypatch, drafts):
+    asked = requests(prompts, [GREEDY] * 3)
+    expected = answers(target, asked, slots=1)
+    texts = [[*prompt, *ids] for prompt, (ids, _) in zip(prompts, expected, strict=True)]
+
+    def only_the_answer(logits, texts, parents, tokens):
+        alone = verify.adjust(logits[:, :1], texts, [[] for _ in texts], tokens[:, :0])
+        return logits + alone - logits[:, :1]
+
+    monkeypatch.setattr(verify, "edit_logits", lambda draws, *rest: (only_the_answer(*rest), {}))
+    assert answers(target, asked, drafts(texts, 0, target.vocab_size)) != expected
+
+
+def test_a_node_counts_the_answer_and_its_path():
+    """Not its siblings, not other branches, and not the prompt."""
+    added = Adjustment(0.5, 0.25, {7: 3.0, 1: -1.0}).added([1, 2, 2], [-1, -1, 0, -2], [3, 2, 3, 0], 8)
+    by_hand = [{1: 1, 2: 2}, {1: 1, 2: 2, 3: 1}, {1: 1, 2: 3}, {1: 1, 2: 2, 3: 2}]
+    for row, counts in zip(added, by_hand, strict=False):
+        expected = torch.zeros(8)
+        for token, count in counts.items():
+            expected[token] -= 0.5 + 0.25 * count
+        expected[7] += 3
+        expected[1] -= 1
+        assert torch.equal(row, expected)
+
+
+def test_a_bias_of_100_decides(target, prompts):
+    asked = Request(prompts[0], HOT, 5, 1, adjustment=Adjustment(bias={17: 100.0}))
+    assert answers(target, [asked])[0][0] == [17] * 5
+
+
+def test_a_text_that_goes_on_counts_its_beginning(target, prompts):
+    """A text that is tried again after a failed step has its first tokens in the prompt."""
+    (whole, _), *_ = answers(target, [Request(prompts[0], HOT, 30, 3, adjustment=STRONG)])
+    rest = Request(prompts[0] + whole[:12], HOT, 18, 3, adjustment=STRONG, begun=12)
+    assert answers(target, [rest])[0][0] == whole[12:]
+    forgotten = Request(prompts[0] + whole[:12], HOT, 18, 3, adjustment=STRONG)
+    assert answers(target, [forgotten])[0][0] != whole[12:]
