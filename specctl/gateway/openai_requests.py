@@ -274,6 +274,9 @@ class ChatRequest(TextsRequest):
 
     @model_validator(mode="after")
     def _choice_of_tools(self) -> Self:
+        if self.must_call and not self.tools:
+            message = "'tool_choice' is only allowed with 'tools'"
+            raise ApiError(message, param="tool_choice", code="invalid_value")
         known = self.must_call or self.tool_choice in (None, "none", "auto")
         if not known or (self.must_call and not self.callable_tools):
             message = "'tool_choice' can be 'none', 'auto', 'required' or a function of 'tools'"

@@ -96,6 +96,13 @@ def test_invalid_fields_are_named(send, name, value):
     assert said["param"].partition(".")[0] == name and name in said["message"]
 
 
+def test_a_required_call_needs_tools(send):
+    """llama-index asks for one without tools. The message listed the value that was sent as possible."""
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        said = error(send(json.dumps({"messages": MESSAGES, "tool_choice": choice})), 400)
+        assert said["message"] == "'tool_choice' is only allowed with 'tools'" and said["param"] == "tool_choice"
+
+
 def test_unknown_fields_are_named(send):
     said = error(send(json.dumps({"messages": MESSAGES, "temprature": 1}).encode()), 400)
     assert said["param"] == "temprature" and "temprature" in said["message"]
