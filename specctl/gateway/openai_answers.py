@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,9 +58,11 @@ class AnswerFormat:
     `most_calls`: number of tool calls that are read from the text of an answer; further calls are left out. None = all.
 
     Attributes:
+        tool_names: tools that an answer can call without marks.
         prompts: ids of every answer's prompt, if the documents are to have the token ids, under vLLM's names.
     """
 
+    tool_names: Collection[str] = ()
     prompts: list[list[int]] | None = None
 
     def __init__(self, chat: bool, model: str, tokens: TokenTexts, wants_logprobs: bool, *, most_calls: int | None = 0):
@@ -84,7 +86,7 @@ class AnswerFormat:
             text = "".join(choice.text)
             one: dict[str, Any] = {"index": index, "finish_reason": choice.finish, "logprobs": None}
             one |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            if self.most_calls != 0 and choice.finish == "stop" and (parsed := tool_calls.parse(text)):
+            if self.most_calls != 0 and choice.finish == "stop" and (parsed := tool_calls.parse(text, self.tool_names)):
                 one["message"] |= {"content": parsed.content, "tool_calls": parsed.calls[: self.most_calls]}
                 one["finish_reason"] = CALLED
             if self.wants_logprobs:
@@ -113,7 +115,7 @@ class AnswerFormat:
         part is held back."""
         calls: list[dict[str, Any]] = []
         if self.most_calls != 0:
-            held = self._held.setdefault(part.index, HeldCalls())
+            held = self._held.setdefault(part.index, HeldCalls(self.tool_names))
             text = held.add(part.text)
             if part.finish is not None:
                 rest, calls = held.end(part.finish)

@@ -76,6 +76,7 @@ class OwnEngine:
         form = AnswerFormat(
             chat, self.name, self._token_texts, asked.alternatives is not None, most_calls=asked.most_calls
         )
+        form.tool_names = [tool["function"]["name"] for tool in asked.callable_tools]
         if asked.return_token_ids:
             form.prompts = [generation.request.prompt for generation in generations]
         for generation in generations:

@@ -132,6 +132,69 @@ def test_calls_that_models_write_carelessly_are_read(script, name):
     assert whole["finish_reason"] == parts[-1]["finish_reason"] == "tool_calls"
 
 
+FIRST, SECOND = ({"name": "get_weather", "arguments": {"city": "Köln"}}, {"name": "open_file", "arguments": {}})
+BARE = {
+    "alone": json.dumps(FIRST),
+    "with line breaks": "\n " + json.dumps(FIRST, indent=4) + "\n",
+    "in a block": f"```json\n{json.dumps(FIRST, indent=2)}\n```",
+    "in a block without a language": f"```\n{json.dumps(FIRST)}\n```\n",
+    "two": f"{json.dumps(FIRST)}\n{json.dumps(SECOND)}",
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+@pytest.mark.parametrize("size", [1, 9, 1000])
+def test_an_answer_of_calls_without_marks_calls(script, name, size):
+    """Qwen2.5-Coder writes no marks: agents of six frameworks took its call for the answer."""
+    app, _ = script(BARE[name], size)
+    whole, parts = answers(app, chat(tools=TOOLS))
+    streamed = [call for part in parts for call in part["delta"].get("tool_calls", [])]
+    for calls in (whole["message"]["tool_calls"], streamed):
+        read = [{"name": one["name"], "arguments": json.loads(one["arguments"])} for one in functions(calls)]
+        assert read == [FIRST, SECOND][: len(read)] and len(read) == 1 + (name == "two")
+    assert not whole["message"]["content"] and not any(part["delta"].get("content") for part in parts)
+    assert whole["finish_reason"] == parts[-1]["finish_reason"] == "tool_calls"
+
+
+def functions(calls):
+    return [call["function"] for call in calls]
+
+
+NO_CALLS = {
+    "of another tool": json.dumps({"name": "other", "arguments": {}}),
+    "with another key": json.dumps(FIRST | {"why": 1}),
+    "in another order": json.dumps(dict(reversed(FIRST.items()))),
+    "an escaped name": json.dumps(FIRST).replace("get_weather", "get\\u005fweather"),
+    "a list": json.dumps(FIRST | {"arguments": [1]}),
+    "half": json.dumps(FIRST)[:-1],
+    "text after it": json.dumps(FIRST) + "\nI call it.",
+    "text before it": "I call " + json.dumps(FIRST),
+    "an open block": "```json\n" + json.dumps(FIRST),
+    "other code": "```python\nprint(1)\n```",
+}
+
+
+@pytest.mark.parametrize("name", NO_CALLS)
+def test_other_json_stays_text(script, name):
+    text = NO_CALLS[name]
+    for tools in ({"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}, {}):
+        app, _ = script(text, 3)
+        whole, parts = answers(app, chat(**tools))
+        assert "".join(part["delta"].get("content", "") for part in parts) == text
+        assert not any("tool_calls" in part["delta"] for part in parts)
+        assert whole["message"] == {"role": "assistant", "content": text}
+    app, _ = script(BARE["alone"])
+    whole, _ = answers(app, chat(tools=TOOLS, tool_choice="none"))
+    assert whole["message"] == {"role": "assistant", "content": BARE["alone"]}
+
+
+def test_json_that_names_no_tool_is_streamed(script):
+    """Held text comes at the end, which looks like an engine that hangs."""
+    app, _ = script('{"name": "getaway", "arguments": {}}', 3)
+    _, parts = answers(app, chat(tools=TOOLS))
+    assert len([part for part in parts if part["delta"].get("content")]) > 5
+
+
 def test_a_client_can_ask_for_one_call(script):
     """`parallel_tool_calls: false` was ignored. Engines leave out further calls."""
     app, _ = script("I look.\n" + TWO)
