@@ -225,6 +225,7 @@ def test_a_request_goes_to_the_servers_that_list_its_model(engines, tmp_path, ca
             "code": "model_not_found",
         }
         assert httpx.get(f"{address}/v1/models/art").status_code == 404
+        assert ask(address, "sql x", model="").status_code == 200, "an empty name is the engines' default, as in vLLM"
         math.adapters.append("art")
         assert ask(address, "sql x", model="art").status_code == 404, "they are not asked at once"
     assert sql.gone is math.gone is False

@@ -358,7 +358,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send(200, {"tokens": engine.tokenizer.encode(words, add_special_tokens=False)})
         if self.path != {"vllm": "/v1/completions", "llama.cpp": "/completion"}.get(engine.engine, "/generate"):
             return self.send(404, {"detail": "Not Found"})
-        if engine.adapters and body.get("model") not in (engine.model, *engine.adapters):
+        if engine.adapters and (body.get("model") or engine.model) not in (engine.model, *engine.adapters):
             words = f"The model `{body.get('model')}` does not exist."
             return self.send(404, {"error": {"message": words, "type": "NotFoundError", "param": "model", "code": 404}})
         answer = engine.generated(body)
