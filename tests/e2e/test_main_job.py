@@ -37,9 +37,9 @@ def prompts(split):
 
 def drafter_of_distilled_texts(specctl, place):
     """The directory of a drafter. Its data was written by one process, and another one trained it."""
-    options = ["--limit", "12", "--max-new-tokens", "16", "--output-dir", place / "distilled" / "sql"]
+    options = ["--limit", "24", "--max-new-tokens", "16", "--output-dir", place / "distilled" / "sql"]
     document = specctl("distill", "--domain", "sql", *map(str, (*prompts("train"), *options)), "--json").json
-    assert (document["prompts"], document["responses"], document["rejected"]) == (12, 12, 0)
+    assert (document["prompts"], document["responses"], document["rejected"]) == (24, 24, 0)
     steps = ["max_steps=8", "eval.every=4", "eval.prompts=2", "eval.fraction=0.2", "eval.max_new_tokens=8"]
     document = installed(place, "train-drafter", "--domain", "sql", *steps)
     assert document["steps"] == 8

@@ -126,7 +126,7 @@ BAD = [
     ({"response_format": FORM, "ignore_eos": True}, "ignore_eos", "cannot be combined"),
     ({"tools": SHORT, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", "a function of"),
     ({"tools": SHORT, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "a function of 'tools'"),
-    ({"tool_choice": "required"}, "tool_choice", "a function of 'tools'"),
+    ({"tool_choice": "required"}, "tool_choice", "only allowed with 'tools'"),
 ]
 SCHEMAS = [
     {"type": "thing"},
