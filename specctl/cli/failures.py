@@ -4,6 +4,7 @@ import errno
 import os
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import urlsplit
 
 from specctl.errors import SpecctlError, brief, redacted
@@ -16,6 +17,16 @@ LINE = 400  # most characters of a line
 FULL = "free space on the disk of --output-dir, or choose another one"
 WRITES = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: "a file may not become so large here: raise ulimit -f"}
 """Remedies for writes that the operating system refuses."""
+OF_ENGINES = {
+    "--host": "--listen HOST:PORT",
+    "--port": "--listen HOST:PORT",
+    "--model": "--target MODEL",
+    "--max-tokens": "--max-new-tokens N",
+    "--speculative-model": "--drafter PATH",
+    "--speculative-config": "--drafter PATH",
+    "--tensor-parallel-size": "target.tensor_parallel=N",
+}
+"""Our options for options that engines call otherwise."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 MESSAGE = 1500  # most characters of all lines; the first line is always shown
 
@@ -62,6 +73,8 @@ def _explain(error: BaseException, command: str | None) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return Failure("Interrupted", "stopped by SIGINT", interrupts.advice, 130)
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # Typer's error: the command line is wrong
+        if own := _own_option(error):
+            return Failure("UsageError", f"No such option: {getattr(error, 'option_name', '')}", f"use {own}", 2)
         message = error.format_message().rstrip(".") or "the command is missing"  # without a message, help was shown
         return Failure("UsageError", message, _usage_hint(error, command), error.exit_code)
     if isinstance(error, OSError) and error.strerror:
@@ -104,6 +117,16 @@ def _out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+
+def _own_option(error: Any) -> str | None:
+    """The command's option for an option that vLLM, SGLang or llama.cpp call otherwise, or None."""
+    option, context = OF_ENGINES.get(getattr(error, "option_name", "")), getattr(error, "ctx", None)
+    if option is None or context is None:
+        return None
+    known = {name for parameter in context.command.params for name in parameter.opts}
+    needed = "--target" if option.startswith("target.") else option.split()[0]
+    return option if needed in known else None
 
 
 def _usage_hint(error: BaseException, command: str | None) -> str:

@@ -582,6 +582,21 @@ def test_a_wrong_value_is_told_once_and_in_plain_words(specctl):
     assert specctl("eval", "--device", "gpu").err.count("'gpu'") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("serve --port 8000", "use --listen HOST:PORT"),
+        ("eval --model x", "use --target MODEL"),
+        ("eval --tensor-parallel-size 2", "use target.tensor_parallel=N"),
+        ("eval --port 8000", "see specctl eval --help"),
+    ],
+)
+def test_options_of_engines_lead_to_ours(specctl, words, hint):
+    """`serve --port` used to suggest --pool."""
+    shown = specctl(*words.split())
+    assert shown.code == 2 and f"No such option: {words.split()[1]}" in shown.err and f"(hint: {hint})" in shown.err
+
+
 def test_the_word_of_a_command_leads_to_its_guide(specctl):
     """`specctl guide eval` used to suggest the guide of eval-server."""
     assert "did you mean results?" in specctl("guide", "eval").err
