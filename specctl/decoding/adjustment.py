@@ -1,5 +1,6 @@
 """Presence and frequency penalties and logit bias, as OpenAI's API defines them."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,12 +25,16 @@ class Adjustment:
     def added(self, answer: list[int], parents: list[int], tokens: list[int], vocab: int) -> Tensor:
         """Numbers [1 + n, V] to add to the logits after an answer and at the n nodes of its draft. A node counts the
         tokens of its path. Parents precede their children; a parent of −1 or less is the answer."""
-        counts = torch.zeros(1 + len(tokens), vocab)
+        # Few tokens of a large vocabulary are changed, and this runs in every round.
+        ids = sorted({*answer, *tokens, *self.bias} if self.presence or self.frequency else self.bias)
+        column = {token: place for place, token in enumerate(ids)}
+        counts = torch.zeros(1 + len(tokens), len(ids))
         if self.presence or self.frequency:
-            counts[0] = torch.bincount(torch.tensor(answer, dtype=torch.long), minlength=vocab)
+            known = Counter(answer)
+            counts[0] = torch.tensor([known[token] for token in ids])
             for node, (parent, token) in enumerate(zip(parents, tokens, strict=True), 1):
                 counts[node] = counts[max(parent, -1) + 1]
-                counts[node, token] += 1
-        total = -self.frequency * counts - self.presence * (counts > 0)
-        total[:, list(self.bias)] += torch.tensor([*self.bias.values()])
-        return total
+                counts[node, column[token]] += 1
+        changes = -self.frequency * counts - self.presence * (counts > 0)
+        changes[:, [column[token] for token in self.bias]] += torch.tensor([*self.bias.values()])
+        return torch.zeros(len(counts), vocab).index_copy_(1, torch.tensor(ids, dtype=torch.long), changes)
