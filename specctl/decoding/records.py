@@ -115,7 +115,7 @@ class Sequence:
 
     @property
     def answer(self) -> list[int]:
-        """The output, with the tokens of the prompt that belong to it."""
+        """The output, after the `begun` tokens at the end of the prompt."""
         return self.ids[self.prompt_length - self.request.begun :]
 
     @property

@@ -123,9 +123,8 @@ class AnswerFormat:
             part = replace(part, text=text, finish=CALLED if calls else part.finish)
             if not self.says(part):
                 return b""
-        if (
-            not self.wants_logprobs and self.prompts is None and part.finish is None
-        ):  # most pieces: made without building a document
+        plain = not self.wants_logprobs and self.prompts is None
+        if plain and part.finish is None:  # most pieces: made without building a document
             text = json.dumps(part.text)
             delta = f'"delta":{{"content":{text}}}' if self.chat else f'"text":{text}'
             body = f'{{"index":{part.index},{delta},"logprobs":null,"finish_reason":null}}]}}\n\n'

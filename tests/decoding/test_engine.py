@@ -74,7 +74,7 @@ def alone(target, request, drafter=None):
 
 
 def test_no_requests_give_no_texts(tiny):
-    """An IndexError: the seconds were those of the last text."""
+    """Raised an IndexError: the seconds of the last text were read."""
     assert decode(tiny, [], sampling=GREEDY, max_new_tokens=1, seeds=[]) == []
 
 

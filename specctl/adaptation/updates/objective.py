@@ -125,8 +125,8 @@ def seed_of(seed: int, draw: int) -> int:
 
 
 def with_distributions(batch: SlotBatch, target_head: Tensor, squash: Squash, sample: int = 0) -> SlotBatch:
-    """Add the target's distributions to a batch, once for all learners and draft depths. With `sample`, they are of a
-    sample of so many tokens, and all learners and places of a descent are compared on this one sample."""
+    """Add the target's distributions to a batch, once for all learners and draft depths. With `sample`, they
+    are of that number of sampled tokens, and all learners and places of a descent are compared on this one sample."""
     logits = squash(linear(batch.teacher.to(target_head.dtype), target_head).float())
     teacher = Teacher(logits.softmax(-1).to(target_head.dtype))
     return replace(batch, distributions=teacher.sampled(sample) if sample else teacher)
