@@ -26,6 +26,7 @@ from specctl.decoding import metrics
 from specctl.decoding.engine import Engine, EngineOptions, decode
 from specctl.decoding.logprobs import LogprobRecorder
 from specctl.decoding.models import lean
+from specctl.decoding.models.supported import DENSE
 from specctl.decoding.records import Decoded, Request, RoundResult
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
@@ -255,7 +256,8 @@ def policy_weights(trainer: Any) -> Iterator[Any]:
         model.merge_adapter()
     policy = model.get_base_model() if adapted else model
     try:
-        if type(policy).__module__.startswith("transformers.models.") and not lean.unsupported_reason(policy.config):
+        builtin = type(policy).__module__.startswith("transformers.models.")
+        if builtin and policy.config.model_type in DENSE and not lean.unsupported_reason(policy.config):
             lean.place_together(policy)
         yield policy
     finally:

@@ -17,6 +17,7 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.models import gguf_target, lean, target_adapter
 from specctl.decoding.models.ends import LayerlessModel, ModelEnds, load_layerless
 from specctl.decoding.models.identity import adapter_digest
+from specctl.decoding.models.layouts import logits_divisor
 from specctl.decoding.models.loading import (
     Source,
     first_line,
@@ -109,7 +110,10 @@ class Target(TargetText):
         )
         self.whole, self.part = whole, part
         self._take(model, consume, stored)
-        self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
+        if self.path == "lean":
+            self.squash = Squash(1 / logits_divisor(self.config))
+        else:
+            self.squash = _squash(self.model, self.head_weight, self.config)
 
     def _take(self, model, consume: bool, stored: Mapping[str, gguf_target.Weight] | None) -> None:
         """Run the steps on a `transformers` model from now on."""

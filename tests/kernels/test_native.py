@@ -24,10 +24,19 @@ from tests.toys.decoding import decode
 
 needed = pytest.mark.skipif(native.library() is None, reason="no AVX2, or no C++ compiler")
 WIDE = SIZES | {"hidden_size": 96, "head_dim": 32, "intermediate_size": 160, "num_attention_heads": 12}
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+MULTIPLIERS = {
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
 KINDS = {
     "llama": ("LlamaConfig", WIDE | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2Config", WIDE | {"num_key_value_heads": 2}),  # six queries per key, more than one group
     "qwen3": ("Qwen3Config", WIDE | {"num_key_value_heads": 12, "vocab_size": 301}),
+    "phi3": ("Phi3Config", WIDE | {"num_key_value_heads": 4, "rope_parameters": HALF_ROTATED}),
+    "granite": ("GraniteConfig", WIDE | {"num_key_value_heads": 4} | MULTIPLIERS),
 }
 PROMPT = 21
 

@@ -1,7 +1,7 @@
 """Lean forward for Llama-shaped decoders: preallocated KV cache, packed weights, no per-call bookkeeping.
 
-Covers Llama, Mistral, Qwen2 and Qwen3 dense models (grouped-query attention, attention biases, QK-norm, any static RoPE
-scaling). All other models run through `transformers`' own forward (`hf.py`), with the same interface.
+Covers dense models with Llama's layers (`layouts.py`): grouped-query attention, biases, QK-norm, partial RoPE, any
+static RoPE scaling. All other models run through `transformers`' own forward (`hf.py`), with the same interface.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,14 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.models import gguf_target
 from specctl.decoding.models.gguf_target import Weight
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
+from specctl.decoding.models.layouts import MODEL_TYPES, LayerLayout, head_dim_of, rotary_tables, rotated_dims
 from specctl.decoding.models.linear import Linear, VocabularyHead
 from specctl.decoding.models.loading import is_gguf, pick_dtype
 from specctl.decoding.models.model import PREFILL_ROWS
 from specctl.decoding.models.native import PRODUCTS, fits, native_step
 from specctl.decoding.models.native import ROWS as NATIVE_ROWS
 from specctl.decoding.models.parallel import WHOLE, Slice
-from specctl.decoding.models.supported import DENSE, ropes
+from specctl.decoding.models.supported import DENSE, context_limit, ropes, window_size
 from specctl.decoding.paged import PagedCache
 from specctl.decoding.pages import PagePool, PoolLayout
 from specctl.decoding.plan import Plan
@@ -34,33 +35,27 @@ from specctl.kernels import native
 from specctl.kernels.native import GroupedWeights
 from specctl.kernels.self_check import LayerShape
 
-# Frequencies that depend on the sequence length do not fit into one table.
-DYNAMIC_ROPE = {"dynamic", "longrope"}
+# Frequencies that depend on the sequence length do not fit into one table. Those of LongRoPE change only beyond the
+# original context, where sequences end (`context_limit`).
+DYNAMIC_ROPE = {"dynamic"}
 
 
 def unsupported_reason(config) -> str | None:
     """Reason why the lean step cannot compute this configuration exactly, or None if it can."""
-    if config.model_type not in DENSE:
-        return f"model type {config.model_type!r} is not one of {', '.join(sorted(DENSE))}"
+    if config.model_type not in MODEL_TYPES:
+        return f"model type {config.model_type!r} is not one of {', '.join(sorted(MODEL_TYPES))}"
     if getattr(config, "hidden_act", "silu") != "silu":
         return f"activation {config.hidden_act!r}"
-    if "sliding_attention" in (getattr(config, "layer_types", None) or []):
+    window, limit = window_size(config), context_limit(config)
+    if window is not None and (limit is None or window < limit):
         return "sliding-window attention"
-    if config.model_type == "mistral" and getattr(config, "sliding_window", None):
-        return "sliding-window attention"
-    for kind, rope in ropes(config).items():
-        if kind in DYNAMIC_ROPE:
-            return f"RoPE variant {kind!r}"
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            return "partial rotary embedding"
+    if dynamic := DYNAMIC_ROPE & ropes(config).keys():
+        return f"RoPE variant {min(dynamic)!r}"
+    if rotated_dims(config) % 2 or head_dim_of(config) % 2:
+        return "an odd number of rotated dimensions"
     if getattr(config, "quantization_config", None):
         return "quantized weights"
     return None
-
-
-def head_dim_of(config) -> int:
-    """Width of an attention head, which not every configuration states."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def pick_target_dtype(dtype: str, device: torch.device, config) -> torch.dtype:
@@ -89,6 +84,8 @@ def check_slices(name: str, config, count: int) -> None:
     """Raise UsageError if the lean step cannot run the target `name` in `count` tensor-parallel slices
     (`parallel.py`)."""
     reason = unsupported_reason(config)
+    if reason is None and config.model_type not in DENSE:
+        reason = f"model type {config.model_type!r} is not one of {', '.join(sorted(DENSE))}"
     if reason is None:
         heads, kv_heads, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
         if heads % count:
@@ -138,19 +135,19 @@ def _quantized(stored: Mapping[str, Weight], *names: str) -> GroupedWeights | No
 
 
 class _LeanLayer:
-    def __init__(self, layer, config, dtype: torch.dtype, stored: Mapping[str, Weight], prefix: str):
-        attention, eps = layer.self_attn, config.rms_norm_eps
+    def __init__(self, layer, layout: LayerLayout, dtype: torch.dtype, stored: Mapping[str, Weight], prefix: str):
+        attention, eps = layer.self_attn, layout.eps
 
-        def linear(block: str, *names: str) -> Linear:
-            products = [getattr(getattr(layer, block), name) for name in names]
-            biases = [product.bias.detach() for product in products if product.bias is not None]
-            quantized = _quantized(stored, *(f"{prefix}.{block}.{each}" for each in names))
-            return Linear(quantized or _stacked(products), torch.cat(biases) if biases else None)
+        def linear(product: str) -> Linear:
+            names, modules = layout.names[product], [layer.get_submodule(name) for name in layout.names[product]]
+            biases = [module.bias.detach() for module in modules if module.bias is not None]
+            bias = torch.cat(biases) if biases else None
+            weight = _quantized(stored, *(f"{prefix}.{name}" for name in names)) or _stacked(modules)
+            if product == "qkv" and layout.order is not None:
+                weight, bias = weight[layout.order], None if bias is None else bias[layout.order]
+            return Linear(weight, bias)
 
-        self.qkv = linear("self_attn", "q_proj", "k_proj", "v_proj")
-        self.o = linear("self_attn", "o_proj")
-        self.gate_up = linear("mlp", "gate_proj", "up_proj")
-        self.down = linear("mlp", "down_proj")
+        self.qkv, self.o, self.gate_up, self.down = (linear(product) for product in PRODUCTS)
         self.input_norm = RMSNorm(layer.input_layernorm.weight, eps, dtype)
         self.post_norm = RMSNorm(layer.post_attention_layernorm.weight, eps, dtype)
         self.q_norm = self.k_norm = None
@@ -190,15 +187,15 @@ class LeanModel:
         self.heads = len(part.of(config.num_attention_heads))
         self.kv_heads = len(part.of(config.num_key_value_heads))
         self.head_dim = head_dim_of(config)
-        self.scale = self.head_dim**-0.5
+        self.layout = LayerLayout.of(config, self.heads, self.kv_heads)
         self.hidden_size = config.hidden_size
         self.embedding = body.embed_tokens.weight.detach()
         self.layers = []
         for index, layer in enumerate(body.layers):
-            self.layers.append(_LeanLayer(layer, config, self.dtype, stored, f"model.layers.{index}"))
+            self.layers.append(_LeanLayer(layer, self.layout, self.dtype, stored, f"model.layers.{index}"))
             for parameter in layer.parameters() if consume else ():
                 parameter.data = parameter.new_empty(0)
-        self.norm = RMSNorm(body.norm.weight, config.rms_norm_eps, self.dtype)
+        self.norm = RMSNorm(body.norm.weight, self.layout.eps, self.dtype)
         normed = any(layer.q_norm is not None for layer in self.layers)
         inner = len(part.of(config.intermediate_size))
         self._shape = LayerShape(self.hidden_size, inner, self.heads, self.kv_heads, self.head_dim, normed)
@@ -206,8 +203,12 @@ class LeanModel:
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.head = VocabularyHead(_quantized(stored, head) or model.lm_head.weight, model.lm_head.bias)
         self._rotary = body.rotary_emb
+        # Positions at which LongRoPE has the frequencies of the original context.
+        self._rotary_limit = context_limit(config) if "longrope" in ropes(config) else None
         self._rope: Rope | None = None
         self._native = native_step(self.layers, self.norm, self._shape) if self.part.count == 1 else None
+        if self._native is not None:
+            self._native.model.scale = self.layout.attention
         # Every row of a C++ step has the same bits however many rows run, so a text does not depend on what was cached.
         self.prefill_rows = PREFILL_ROWS if self._native is None else NATIVE_ROWS
 
@@ -257,8 +258,10 @@ class LeanModel:
     def _rope_for(self, capacity: int) -> Rope:
         if self._rope is None or self._rope.cos.shape[0] < capacity:
             positions = torch.arange(capacity, device=self.device).unsqueeze(0)
+            if self._rotary_limit is not None:
+                positions = positions.clamp(max=self._rotary_limit - 1)  # no text gets there
             cos, sin = self._rotary(self.embedding[:1], positions)
-            self._rope = Rope(cos[0].to(self.dtype), sin[0].to(self.dtype))
+            self._rope = Rope(*rotary_tables(cos[0].to(self.dtype), sin[0].to(self.dtype), self.head_dim))
         return self._rope
 
     def forward(
@@ -272,12 +275,14 @@ class LeanModel:
         batch, rows = tokens.shape
         rope = cache.rope or self._rope_for(cache.capacity)
         x = F.embedding(tokens.reshape(-1), self.embedding).float()
+        if self.layout.embedding != 1:
+            x = x * self.layout.embedding
         heads, kv = self.heads, self.kv_heads
         fuse = fuses(self.device, self.dtype, self._shape)
         if self._native is not None and not fuse and self._native.supports(cache, plan):
             y, kept = self._native.forward(x, cache, plan, rope, taps)
             y = y.view(batch, rows, -1)
-            return y, _side_by_side(kept, taps, y)
+            return y, self._features(kept, taps, y)
         if fuse:
             positions, slots = plan.positions.contiguous(), cache.slots(plan, rows).contiguous()
         else:
@@ -298,7 +303,7 @@ class LeanModel:
                 qkv = rope.rotate(qkv, table)
                 cache.write(index, qkv[:, heads:], plan)
                 q = qkv[:, :heads].unflatten(0, (batch, rows))
-            attended = self.part.sum(layer.o(attend(q, cache, index, plan, self.scale)))
+            attended = self.part.sum(layer.o(attend(q, cache, index, plan, self.layout.attention)))
             x, y = add_norm(x, attended, layer.post_norm, fuse)
             x, y = add_norm(x, self.part.sum(layer.down(gated(layer.gate_up(y), fuse))), norm, fuse)
             if index + 1 in taps:
@@ -306,17 +311,22 @@ class LeanModel:
         if len(self.layers) in taps:
             kept[len(self.layers)] = y  # `transformers`' last hidden state is after the final norm
         y = y.view(batch, rows, -1)
-        return y, _side_by_side(kept, taps, y)
+        return y, self._features(kept, taps, y)
+
+    def _features(self, kept: dict[int, Tensor], taps: tuple[int, ...], y: Tensor) -> Tensor | None:
+        """The states [B · T, H] of all taps side by side, [B, T, len(taps) · H], in the scale of `transformers`. `y`
+        [B, T, H] gives the shape."""
+        if not taps:
+            return None
+        if self.layout.tapped != 1:
+            kept = {tap: x if tap == len(self.layers) else x * self.layout.tapped for tap, x in kept.items()}
+        return torch.cat([kept[tap] for tap in taps], -1).view(*y.shape[:2], -1)
 
     def normed(self, states: Tensor) -> Tensor:
         """Apply the final norm to outputs [..., H] of the last layer, as `forward` does."""
-        return self.norm(states.float())
+        return self.norm(states.float() / self.layout.tapped)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of h [..., H] (after the final norm), in fp32 if the head keeps its fp32 sums."""
-        return self.part.gather(self.head(hidden), self.vocab_size)
-
-
-def _side_by_side(kept: dict[int, Tensor], taps: tuple[int, ...], y: Tensor) -> Tensor | None:
-    """Concatenate the states [B · T, H] of all taps to [B, T, len(taps) · H]; `y` [B, T, H] gives the shape."""
-    return torch.cat([kept[tap] for tap in taps], -1).view(*y.shape[:2], -1) if taps else None
+        logits = self.part.gather(self.head(hidden), self.vocab_size)
+        return logits if self.layout.logits == 1 else logits / self.layout.logits

@@ -19,6 +19,7 @@ from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.models.hf import HFModel
 from specctl.decoding.models.lean import LeanModel, unsupported_reason
 from specctl.decoding.models.model import Model
+from specctl.decoding.models.supported import DENSE
 from specctl.decoding.plan import Plan, plan_at, plan_rows
 from specctl.decoding.protocols import DeviceDraft, Drafter
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score, empty_draft
@@ -91,7 +92,8 @@ class LMDrafter(Drafter):
         self.shape = shape
         assert isinstance(model.model, PreTrainedModel)
         own = cast(copy.deepcopy(model.model).requires_grad_(False), target.device, target.dtype).eval()
-        self.model: Model = HFModel(own) if unsupported_reason(own.config) else LeanModel(own)
+        lean = own.config.model_type in DENSE and not unsupported_reason(own.config)
+        self.model: Model = LeanModel(own) if lean else HFModel(own)
         head = getattr(model, "confidence_head", None)
         self.confidence_head = None if head is None else copy.deepcopy(head).requires_grad_(False).to(target.device)
         self.vocab_size, self.intermediate_size = target.vocab_size, getattr(own.config, "intermediate_size", 0)

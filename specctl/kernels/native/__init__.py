@@ -18,7 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +242,10 @@ class GroupedWeights:
     @property
     def group(self) -> int:
         return self.codes.shape[1] // self.scale.shape[1]
+
+    def __getitem__(self, rows: Tensor) -> "GroupedWeights":
+        """W with the `rows` alone, in this order."""
+        return replace(self, codes=self.codes[rows], scale=self.scale[rows], low=self.low[rows])
 
     def dequantized(self) -> Tensor:
         """W [O, I] in fp32."""
