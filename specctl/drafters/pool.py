@@ -135,8 +135,9 @@ def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:
     trained = _trained(name, head)
     config = checkpoint.read_json(checkpoint.existing_directory(Path(parts_of(name)[0])) / CONFIG)
     width = getattr(getattr(head, "shape", None), "width", 1)
-    wide = [f"{width} nodes per level"] if width > 1 else []  # without it: the key of earlier versions
-    return costs_of(target, trained, json.dumps([config["family"], config.get("architecture"), *wide], sort_keys=True))
+    measured = ["reading", *([f"{width} nodes per level"] if width > 1 else [])]  # not in costs of earlier versions
+    key = [config["family"], config.get("architecture"), *measured]
+    return costs_of(target, trained, json.dumps(key, sort_keys=True))
 
 
 def _trained(name: str, head: Drafter) -> CandidateDrafter:

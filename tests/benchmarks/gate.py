@@ -40,7 +40,6 @@ from specctl.recipe import DataRecipe, DraftingRecipe
 from tests.toys.decoding import decode
 
 ROUNDS = 4
-READING = 0.5  # cost of reading a prompt of 60 to 240 tokens with an eagle3 head of SmolLM2-135M, in plain rounds
 
 
 class Text(NamedTuple):
@@ -98,6 +97,9 @@ class Played(Drafter):
     def propose_trees(self, state, nodes):
         return [ProposedTree(*(part[:nodes] for part in self.tree(state)))]
 
+    def lag(self, state):
+        return [len(state.rows[0].ids) - state.memory.get("read", 0)]
+
     def propose_candidates(self, state, budget, pays):
         tree = self.tree(state)
         level, joint, deepest = depths(tree), [], 1
@@ -118,7 +120,6 @@ def play(texts: list[Text], hybrid: Hybrid, costs: Costs, nodes: int | None) -> 
     for text in texts:
         row = SimpleNamespace(ids=text.ids[: text.start], request=text.request, target_passes=0, draft_room=0)
         state = SimpleNamespace(rows=[row], live=[0], batch=1, exact_rows=0, device="cpu", memory={}, text=text)
-        asked = False
         while len(row.ids) < text.start + len(text.heads):
             row.draft_room = len(text.ids) - len(row.ids) - 1
             levels = 0
@@ -131,13 +132,14 @@ def play(texts: list[Text], hybrid: Hybrid, costs: Costs, nodes: int | None) -> 
             tree = Candidates()
             tree.add(ProposedTree(*links, [1.0] * len(links[0])), 0, Calibration([1.0] * 8))
             accepted = tree.accepted_claims(text.ids[len(row.ids) :], 0)
-            asked = asked or levels > 0
             at = costs.at(len(row.ids))
             spent += (at.round(len(links[0]) + 1) + at.drafting(levels)) / at.round(1)
+            if levels:
+                spent += at.read * (len(row.ids) - state.memory.get("read", 0))
+                state.memory["read"] = len(row.ids)
             row.ids = text.ids[: len(row.ids) + accepted + 1]
             row.target_passes += 1
             tokens, rounds = tokens + accepted + 1, rounds + 1
-        spent += READING * asked
     return tokens / spent, tokens / rounds
 
 

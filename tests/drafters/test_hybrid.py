@@ -46,7 +46,7 @@ from tests.toys.decoding import decode
 
 EVEN = [1.0] * 8  # calibration ratios of 1: probabilities are taken at face value
 CHEAP = Costs(tuple(1 + 0.001 * rows for rows in ROWS), first=0.001, level=0.001)
-DEAR = Costs(CHEAP.rounds, first=50.0, level=50.0)
+DEAR = Costs(CHEAP.rounds, first=1.0, level=0.33)  # a little more than a head gains where no text drafter drafts
 
 
 def merged(*proposals):
@@ -280,6 +280,23 @@ class TestHybrid:
         (decoded,) = rounds_of(target, Hybrid(head, Lookup(), DEAR), prompts[1:2])
         assert head.asked <= 5 < decoded.target_passes
 
+    def test_a_head_without_hope_is_not_tried(self, target, prompts):
+        head = Claims()
+        rounds_of(target, Hybrid(head, Lookup(), Costs(CHEAP.rounds, first=50.0, level=50.0)), prompts[1:2])
+        assert head.asked == 0
+
+    @pytest.mark.parametrize(
+        ("lag", "room", "asked"), [(0, 9, True), (100, 9, False), (100, 64, False), (100, 256, True)]
+    )
+    def test_the_head_is_charged_for_the_tokens_that_it_has_to_read(self, lag, room, asked):
+        """It gains 1.2 tokens for 0.8 rounds, and reads 100 tokens in one round. A text with room for 64 tokens repays
+        half of it in a round, one with room for 256 an eighth."""
+        head, known = Claims(), Costs(CHEAP.rounds, first=0.5, level=0.1, read=0.01)
+        head.lag = lambda state: [lag]
+        state = SimpleNamespace(live=[0], batch=1, rows=[SimpleNamespace(draft_room=room)])
+        gates, alone = [Gate(quality=0.8)], Size([], 0, 1.0, 1.0)
+        assert Hybrid(head, Lookup(), known)._asks(state, TextProposal(gates, [], known, alone), [0]) == asked
+
     def test_costly_rows_are_not_verified(self, target, prompts):
         dear = Costs(tuple(float(rows) for rows in ROWS), first=50.0, level=50.0)
         free = rounds_of(target, Hybrid(Claims(), Lookup(), CHEAP), prompts)
@@ -309,11 +326,12 @@ class TestHybrid:
         texts = rounds_of(target, Hybrid(together, Lookup(), DEAR), [prompts[1]] * 8, ends)
         assert together.asked <= alone.asked + 2 < max(one.target_passes for one in texts)
         state = SimpleNamespace(live=[0, 1, 2], batch=3, rows=[SimpleNamespace(draft_room=9)] * 3)
-        hybrid, alone = Hybrid(Claims(), Lookup(), DEAR, GateStatistics()), Size([], 0, 3.0, 3.0)
+        dear = Costs(CHEAP.rounds, first=3.0, level=0.7)
+        hybrid, alone = Hybrid(Claims(), Lookup(), dear, GateStatistics()), Size([], 0, 3.0, 3.0)
         gates = [Gate(past=hybrid.past) for _ in range(3)]
         hybrid.past.unasked = [99, 0, 0, 0, 0]
-        assert not hybrid._asks(state, TextProposal(gates, [], DEAR, alone), [0, 1, 1])
-        assert hybrid._asks(state, TextProposal(gates, [], DEAR, alone), [0, 0, 1])
+        assert not hybrid._asks(state, TextProposal(gates, [], dear, alone), [0, 1, 1])
+        assert hybrid._asks(state, TextProposal(gates, [], dear, alone), [0, 0, 1])
         assert hybrid.past.unasked[0] == 0, "the wait restarts after every trial"
 
     def test_nodes_are_verified_while_tokens_per_cost_increase(self):
@@ -474,6 +492,34 @@ class TestCosts:
         assert [getattr(found, name) for name in costs.SINGLE] == pytest.approx(
             [getattr(true, name) for name in costs.SINGLE]
         )
+
+    def test_reading_is_measured(self, target, monkeypatch):
+        """A head that reads a token in 0.001 rounds."""
+        head = Claims()
+        head.lag = lambda state: [len(row.ids) for row in state.rows] if head.forgot else [0] * state.batch
+        head.invalidate = lambda state: setattr(head, "forgot", True)
+        head.forgot = False
+
+        def seconds(target, head, state, levels):
+            taken = 0.2 + 0.1 * (levels - 1) + 0.001 * sum(head.lag(state))
+            head.forgot = False
+            return taken
+
+        monkeypatch.setattr(costs, "_grow_seconds", seconds)
+        monkeypatch.setattr(costs, "_seconds", lambda target, function: 1.0)
+        found = costs.measure(target, head)
+        assert (found.first, found.level, found.read) == pytest.approx((0.2, 0.1, 0.001))
+
+    def test_costs_without_a_head_of_an_earlier_version_are_used(self, target, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
+        costs.costs_of(target, None, "no head")
+        kept = tmp_path / "specctl" / "costs.json"
+        (key, known) = json.loads(kept.read_text()).popitem()
+        del known["read"]
+        kept.write_text(json.dumps({key: known}))
+        monkeypatch.setattr(costs, "measure", lambda *_: pytest.fail("measured again"))
+        assert costs.costs_of(target, None, "no head") == CHEAP
 
     def test_costs_are_measured_once_and_cached(self, target, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

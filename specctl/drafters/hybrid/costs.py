@@ -38,6 +38,7 @@ from specctl.runs import atomic_write, cpu_model
 
 ROWS = (1, 2, 4, 8, 16, 32, 63)
 LEVELS = 5  # levels of a head that are timed together
+READ = "a token read"  # name of the time of each token that a head reads
 TEXTS, ROWS_EACH = 8, (1, 4)  # number of texts, and rows per text, in the timed batch
 CONTEXT, FAR = 256, 1024  # lengths in tokens of the texts in timed rounds
 FAR_ROWS = (1, 16)
@@ -61,6 +62,7 @@ class Costs:
             in one text: every text reads separate keys and values.
         text_first, text_level: extra cost of a head's levels for each further text.
         slot, row_slot: extra cost per token of text length, and per further row that reads it.
+        read: cost of each token that a head reads after a pause.
     """
 
     rounds: tuple[float, ...]
@@ -73,6 +75,7 @@ class Costs:
     slot: float = 0.0
     row_slot: float = 0.0
     context: float = CONTEXT
+    read: float = 0.0
 
     def at(self, length: float) -> Costs:
         """Costs after texts of `length` tokens, in the same unit; at least half of the measured costs."""
@@ -100,6 +103,10 @@ class Costs:
         """Cost of drafting `levels` levels with a head, for `texts` texts together."""
         first, level = self.first + (texts - 1) * self.text_first, self.further(texts)
         return first + (levels - 1) * level if levels else 0.0
+
+    def asking(self, levels: int, rows: int, texts: int) -> float:
+        """Cost of drafting `levels` levels with a head, and of as many rows in addition to `rows`."""
+        return self.drafting(levels, texts) + self.further_rows(rows, levels, texts)
 
     def further(self, texts: int) -> float:
         """Cost of one more level of a head for `texts` texts."""
@@ -209,6 +216,8 @@ def _validated(found: Any) -> Costs:
     Raises ValueError if `measure` cannot have written it: other keys or sizes of rounds (from another version), or
     values that are not durations.
     """
+    if isinstance(found, dict):
+        found.setdefault("read", 0.0)  # costs without a head, from an earlier version
     if not isinstance(found, dict) or found.keys() != {"rounds", *SINGLE}:
         raise ValueError("its costs have unexpected keys")
     rounds = found["rounds"]
@@ -251,8 +260,11 @@ def measure(target: Target, head: CandidateDrafter | None) -> Costs:
                     continue
                 for levels in (1, LEVELS) if length == near else ():
                     _commit_a_round(target, state)
-                    grow = partial(head.propose_candidates, state, levels, lambda joint: True)
-                    taken[f"{levels} levels{name}"] = _seconds(target, grow)
+                    taken[f"{levels} levels{name}"] = _grow_seconds(target, head, state, levels)
+                if count == 1 and length == near:
+                    head.invalidate(state)
+                    lag = sum(head.lag(state))
+                    taken[READ] = (_grow_seconds(target, head, state, 1) - taken["1 levels"]) / max(lag, 1)
             for name in taken if late or repeat >= WARM_UP else ():
                 ratios.setdefault(name, []).append(taken[name] / taken["1 rows"])
     return from_ratios({name: statistics.median(values) for name, values in ratios.items()}, near, far)
@@ -279,6 +291,7 @@ def from_ratios(ratios: dict[str, float], near: int = CONTEXT, far: int = FAR) -
     longer = {rows: max(ratios[f"{rows} rows far"] - alone.round(rows), 0.0) / max(far - near, 1) for rows in FAR_ROWS}
     return replace(
         alone,
+        read=max(ratios.get(READ, 0.0), 0.0),
         text=max(added[few] - few * text_row, 0.0),
         text_row=text_row,
         text_first=text_first,
@@ -327,6 +340,10 @@ def _texts(target: Target, head: CandidateDrafter | None, count: int, length: in
 def _commit_a_round(target: Target, state: DecodeState) -> None:
     """Commit one round, so that the head has tokens to read."""
     state.commit(verify(target, state, DraftTree.from_chains([[0]] * state.batch, target.device)))
+
+
+def _grow_seconds(target: Target, head: CandidateDrafter, state: DecodeState, levels: int) -> float:
+    return _seconds(target, partial(head.propose_candidates, state, levels, lambda joint: True))
 
 
 def _seconds(target: Target, function: Callable[[], object]) -> float:

@@ -19,7 +19,7 @@ from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.verify import node_budget
 from specctl.drafters.hybrid.costs import Costs
-from specctl.drafters.hybrid.gate import HEAD, GateStatistics
+from specctl.drafters.hybrid.gate import HEAD, HOPE, PARTS, REPAID, GateStatistics
 from specctl.drafters.hybrid.weighed import TextProposal, WeighedText, best_size
 from specctl.drafters.text.device_rounds import union
 from specctl.drafters.tree import CandidateDrafter, TextDrafter
@@ -62,22 +62,26 @@ class Hybrid(WeighedText):
             return False
         records = [(gates[b].past, kinds[b]) for b in asking]
         overdue = {(past, kind) for past, kind in dict.fromkeys(records) if past.overdue(kind)}
-        # One forward tries the head on all texts, so a minority of overdue texts does not justify its passes.
-        if 2 * sum(record in overdue for record in records) >= len(asking):
-            for past, kind in overdue:
-                past.tried(kind, pays=False)
-            return True
         gain = sum(gates[b].gain(kinds[b]) for b in asking)
         levels = round(sum(gates[b].levels for b in asking) / len(asking))
-        rows = alone.width + 1
-        pays = any(
-            gain * share(level, levels)
-            > alone.rate * (costs.drafting(level, state.batch) + costs.further_rows(rows, level, state.batch))
-            for level in range(1, levels + 1)
-        )
-        for past, kind in records if pays else ():
-            past.tried(kind, pays=True)
-        return pays
+        rows, lag = alone.width + 1, self.head.lag(state)
+        reading = costs.read * sum(lag[b] / reading_rounds(state.rows[b].draft_room) for b in asking)
+
+        def pays(gain: float) -> bool:
+            return any(
+                gain * share(level, levels) > alone.rate * (reading + costs.asking(level, rows, state.batch))
+                for level in range(1, levels + 1)
+            )
+
+        if pays(gain):
+            for past, kind in records:
+                past.tried(kind, pays=True)
+            return True
+        # One forward tries the head on all texts, so a minority of overdue texts does not justify its passes.
+        tries = 2 * sum(record in overdue for record in records) >= len(asking) and pays(gain / HOPE)
+        for past, kind in overdue if tries else ():
+            past.tried(kind, pays=False)
+        return tries
 
     def _ask(self, state: DecodeState, budget: int, offer: TextProposal) -> int:
         """Add the head's candidates to the drafts. Returns the number of levels it has drafted."""
@@ -179,6 +183,11 @@ class HybridRounds(DeviceDraft):
     def store(self, state: DecodeState) -> None:
         self.head.store(state)
         self.text.store(state)
+
+
+def reading_rounds(room: int) -> float:
+    """Number of rounds that share the cost of a head's reading, in a text that may get `room` more tokens."""
+    return min(max(room / REPAID, 1), PARTS)
 
 
 def share(level: int, levels: int) -> float:
