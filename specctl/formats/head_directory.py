@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl import regular_files
-from specctl.decoding.models import gguf_file, gguf_target
+from specctl.decoding.models import gguf_file
 from specctl.drafters.mtp import layouts
 from specctl.errors import CheckpointError, UsageError, brief, near_path
 from specctl.hub import DOWNLOAD
@@ -83,7 +83,7 @@ def _gguf(file: Path) -> HeadDirectory:
     kinds = {
         name: torch.int64 if one.kind == gguf_file.I64 else torch.float32 for name, one in contents.tensors.items()
     }
-    tensors = {name: gguf_target.dequantised(one, kinds[name]) for name, one in contents.tensors.items()}
+    tensors = {name: gguf_file.dequantised(one, kinds[name]) for name, one in contents.tensors.items()}
     return _finite(HeadDirectory(contents.metadata, tensors, file))
 
 

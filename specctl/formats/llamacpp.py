@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specctl.decoding.models import gguf_file, gguf_target
+from specctl.decoding.models import gguf_file
 from specctl.decoding.models.gguf_file import ARCHITECTURE, Numbers
 from specctl.decoding.models.loading import is_gguf
 from specctl.errors import CheckpointError
@@ -206,7 +206,7 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     kind = found.config[ARCHITECTURE]
     own = {key.removeprefix(f"{kind}."): value for key, value in found.config.items()}
     config = {key: own.get(theirs) for key, theirs in SIZES.items()}
-    config |= {key: gguf_target.shortest(own[theirs]) for key, theirs in REALS.items() if theirs in own}
+    config |= {key: gguf_file.shortest(own[theirs]) for key, theirs in REALS.items() if theirs in own}
     if own.get("rope.scaling.type", "none") != "none":
         raise found.invalid(f"{kind}.rope.scaling.type", own["rope.scaling.type"], "must be plain RoPE")
     layers = own.get("target_layers")

@@ -77,15 +77,15 @@ class Theirs:
 
     def __init__(self, stack: ExitStack, python: Path, model: Path, threads: int, ngram: str = ""):
         self.process = stack.enter_context(started([str(python), "-I", THEIRS]))
-        self._say({"model": str(model.resolve()), "threads": threads, "ngram": ngram})
+        self.say({"model": str(model.resolve()), "threads": threads, "ngram": ngram})
         self.version = answer(self.process)["version"]
 
-    def _say(self, what: dict[str, Any]) -> None:
+    def say(self, what: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         print(json.dumps(what), file=self.process.stdin, flush=True)
 
     def decode(self, side: Side, prompt: list[int], count: int) -> list[int]:
-        self._say({"prompt": prompt, "n_predict": count})
+        self.say({"prompt": prompt, "n_predict": count})
         told = answer(self.process)
         took = told["timings"]
         side.tokens += took["predicted_n"] - 1  # the first token comes with the prompt

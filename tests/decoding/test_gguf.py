@@ -209,6 +209,20 @@ def test_the_pre_tokenizer_splits_digits_as_the_file_requires(directories, tmp_p
         assert len(cuts) == count
 
 
+@pytest.mark.parametrize(
+    ("pre", "text", "cuts"),
+    [
+        ("gpt-4o", "helloWorld don't 1234", ["hello", "World", "Ġdon't", "Ġ", "123", "4"]),
+        ("tekken", "helloWorld don't 12", ["hello", "World", "Ġdon", "'t", "Ġ", "1", "2"]),
+        ("tekken", "aÉb", ["aÃīb"]),  # llama.cpp knows the case of no other letters than A to Z
+    ],
+)
+def test_words_are_cut_as_in_llama_cpp(directories, tmp_path, pre, text, cuts):
+    write(directories("llama"), tmp_path / "m.gguf", **{"tokenizer.pre": pre})
+    splitter = load_tokenizer(str(tmp_path / "m.gguf")).backend_tokenizer.pre_tokenizer
+    assert [cut for cut, _ in splitter.pre_tokenize_str(text)] == cuts
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_ids_are_those_of_the_tokenizer_in_the_file(directories, tmp_path, name):
     """Catches a class of transformers for the model type: it normalizes texts and leaves out the first token."""
@@ -297,7 +311,7 @@ def test_an_unwritable_cache_is_reported(file, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"arch": "gemma3"}, ["'gemma3'", "llama, qwen2, qwen3"]),
+        ({"arch": "lfm2"}, ["'lfm2'", "llama, qwen2, qwen3", "gemma3", "distill --server"]),
         ({"leave_out": ["blk.1.attn_k.weight"]}, ["lacks", "blk.1.attn_k.weight"]),
         ({"leave_out": ["token_embd.weight"]}, ["lacks", "token_embd.weight"]),
         ({"beside": "blk.0.attn_sinks.weight"}, ["blk.0.attn_sinks.weight", "does not have"]),
@@ -306,7 +320,8 @@ def test_an_unwritable_cache_is_reported(file, tmp_path, monkeypatch):
         ({"block_count": 10**6}, ["block_count", "1000"]),
         ({"attention.head_count": 0}, ["attention.head_count is 0"]),
         ({"attention.head_count": 5, "attention.key_length": 16}, ["not a multiple of the number of attention heads"]),
-        ({"expert_count": 8}, ["expert_count is 8"]),
+        ({"expert_count": 8}, ["lacks llama.expert_used_count"]),
+        ({"arch": "qwen2", "expert_count": 8}, ["expert_count is 8"]),
         ({"tokenizer": False}, ["no tokenizer"]),
         ({"tokenizer.model": "bert"}, ["'bert'", "gpt2 or llama"]),
         ({"tokenizer.pre": "youtu"}, ["'youtu'", "qwen2"]),

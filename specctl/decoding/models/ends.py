@@ -20,6 +20,7 @@ from specctl.decoding.models import supported
 from specctl.decoding.models.lean import LeanModel, unsupported_reason
 from specctl.decoding.models.loading import (
     from_pretrained_of,
+    is_gguf,
     load_config,
     load_errors,
     load_generation_config,
@@ -27,7 +28,7 @@ from specctl.decoding.models.loading import (
 )
 from specctl.decoding.models.model import PREFILL_ROWS
 from specctl.decoding.models.supported import quiet
-from specctl.decoding.models.weight_files import EMBEDDINGS, WeightFiles
+from specctl.decoding.models.weight_files import EMBEDDINGS, GGUFWeightFiles, WeightFiles
 from specctl.errors import CheckpointError
 
 
@@ -185,7 +186,8 @@ def load_layerless(
     if unsupported_reason(config) is not None:
         with load_errors(name):
             found = ModelEnds(model_on_meta(config, trust_remote_code=trust_remote_code))
-            found.fill(WeightFiles(location(name), revision), name, device, dtype)
+            files = GGUFWeightFiles(name, dtype) if is_gguf(name) else WeightFiles(location(name), revision)
+            found.fill(files, name, device, dtype)
         found.generation_config = load_generation_config(name, config, revision=revision)
         return found.eval()
     with load_errors(name), quiet():  # the layers' tensors are unexpected here, as intended

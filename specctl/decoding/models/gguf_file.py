@@ -1,4 +1,4 @@
-"""Reader of GGUF headers: a file's metadata, and the positions of its tensors.
+"""Reader of GGUF files: the metadata, the positions of tensors, and their dequantized values.
 
 The reader in the `gguf` package trusts every count in a file, so a damaged count can take all memory. This one checks
 each count against the size of the file. The format is described in the repository ggml-org/ggml.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from specctl import regular_files
 from specctl.errors import CheckpointError, near_path
@@ -23,6 +24,7 @@ VERSIONS = (2, 3)
 MOST_HEADER = 2**27  # bytes; a vocabulary of 250,000 tokens takes 10 MB
 MOST_DIMENSIONS = 4
 MOST_PARTS = 1000
+ROWS = 2**22  # values that are dequantized together
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 ARCHITECTURE = "general.architecture"
@@ -280,6 +282,30 @@ def block_of(path: Path, name: str, kind: int) -> tuple[int, int]:
 def kind_names(kinds: set[int] | None = None) -> list[str]:
     """Names of the readable types, limited to `kinds` if given."""
     return [held[0] for kind, held in _blocks().items() if isinstance(held, tuple) and (kinds is None or kind in kinds)]
+
+
+def dequantised(stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Dequantize a tensor in fp32 and round it to `dtype`. Integers are converted directly."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    if stored.kind == I64:
+        whole = np.fromfile(stored.file, "<i8", stored.size // 8, offset=stored.start)
+        return torch.from_numpy(whole).view(stored.shape).to(dtype)
+    kind = GGMLQuantizationType(stored.kind)
+    width = stored.size // math.prod(stored.shape[:-1])
+    data = np.memmap(stored.file, np.uint8, "r", stored.start, (stored.size // width, width))
+    values = torch.empty(data.shape[0], stored.shape[-1], dtype=dtype)
+    rows = max(1, ROWS // stored.shape[-1])
+    for first in range(0, len(data), rows):
+        part = dequantize(np.ascontiguousarray(data[first : first + rows]), kind)
+        values[first : first + rows] = torch.from_numpy(np.require(part, np.float32, "W"))
+    return values.view(stored.shape)
+
+
+def shortest(value: Any) -> Any:
+    """The shortest decimal number with the fp32 value of a number in the metadata. Other values are unchanged."""
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value))) if type(value) in (int, float) else value
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

@@ -7,31 +7,27 @@ one tensor at a time in fp32 and rounds it to the requested dtype. The C++ step 
 
 import hashlib
 import json
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specctl import regular_files
 from specctl.decoding.models import gguf_file, gguf_tokenizer
-from specctl.decoding.models.gguf_file import GGUFContents, StoredTensor
+from specctl.decoding.models.gguf_configuration import ARCHITECTURES, ROPE_TENSORS, configuration
+from specctl.decoding.models.gguf_file import GGUFContents, StoredTensor, dequantised
 from specctl.errors import CheckpointError, one_line
 from specctl.kernels import cache
 from specctl.kernels.native import GroupedWeights
 from specctl.runs import atomic_write
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""GGUF's architecture names, which are also `transformers`' model types, and their model classes."""
-CACHE_VERSION = 3  # version of the cached directories; increase it when their contents change
-LARGEST = 2**31  # upper limit of the sizes in the metadata
-MOST_LAYERS = 1000
-FREQUENCIES = "rope_freqs.weight"
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-ROWS = 2**22  # values that are dequantized together
+CACHE_VERSION = 4  # version of the cached directories; increase it when their contents change
+EXPERTS = "experts.gate_up_proj"
+"""Part of the name of a parameter that is two tensors in a file."""
 
 
 def directory(name: str) -> Path:
@@ -45,8 +41,8 @@ def directory(name: str) -> Path:
     for part, size in contents.headers.items():
         with regular_files.open_regular(part) as file:
             digest.update(file.read(size))
-    if FREQUENCIES in contents.tensors:  # the configuration also depends on these values
-        digest.update(dequantised(contents.tensors[FREQUENCIES], torch.float32).numpy().tobytes())
+    for tensor in sorted(ROPE_TENSORS & contents.tensors.keys()):  # the configuration also depends on these values
+        digest.update(dequantised(contents.tensors[tensor], torch.float32).numpy().tobytes())
     folder = cache.directory() / "gguf"
     place = folder / digest.hexdigest()[:32]
     if not (place / "config.json").is_file():  # the last file to be written
@@ -66,13 +62,12 @@ def directory(name: str) -> Path:
 def _files(name: str, contents: GGUFContents) -> dict[str, str]:
     """Contents of every file of a cached directory, by name. config.json is the last."""
     config = configuration(name, contents)
-    _check_tensors(name, contents, _parameters(name, config))
+    _parameters(name, contents, config)
     tokenizer = gguf_tokenizer.build(name, contents.metadata, config["vocab_size"])
-    special = {key: value for key, value in tokenizer.special.items() if value is not None}
-    config |= special
+    config |= tokenizer.special
     if tokenizer.ends:
         config["eos_token_id"] = tokenizer.ends
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
         **tokenizer.files(config["max_position_embeddings"]),
         "generation_config.json": json.dumps(generation, indent=1),
@@ -80,179 +75,30 @@ def _files(name: str, contents: GGUFContents) -> dict[str, str]:
     }
 
 
-def configuration(name: str, contents: GGUFContents) -> dict[str, Any]:
-    """The config.json of a GGUF model, without the special tokens.
-
-    Raises CheckpointError: the architecture or its variant is not supported; or a number is missing or impossible.
-    """
-    facts = _Metadata(name, contents.metadata)
-    kind = facts.architecture
-    hidden, heads = facts.size("embedding_length"), facts.size("attention.head_count")
-    dimension = facts.size("attention.key_length", hidden // heads)
-    for key, wanted in (
-        ("attention.value_length", dimension),
-        ("rope.dimension_count", dimension),
-        ("expert_count", 0),
-    ):
-        held = contents.metadata.get(f"{kind}.{key}", wanted)
-        if held != wanted:
-            raise facts.unsupported(f"{kind}.{key} is {held}; only {wanted} is supported")
-    embedding = contents.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise CheckpointError(f"target {name}: the GGUF file lacks token_embd.weight", gguf_file.REDOWNLOAD_HINT)
-    layers = facts.size("block_count")
-    if layers > MOST_LAYERS:
-        raise facts.unsupported(f"{kind}.block_count is {layers}; at most {MOST_LAYERS} layers are supported")
-    biased = {"attention_bias": "blk.0.attn_q.bias" in contents.tensors} if kind != "qwen2" else {}
-    if kind == "llama":
-        biased["mlp_bias"] = "blk.0.ffn_gate.bias" in contents.tensors
-    return {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
-        "hidden_size": hidden,
-        "intermediate_size": facts.size("feed_forward_length"),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": facts.size("attention.head_count_kv", heads),
-        "head_dim": dimension,
-        "vocab_size": embedding.shape[0],
-        "max_position_embeddings": facts.size("context_length"),
-        "rms_norm_eps": facts.real("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(name, facts, contents.tensors.get(FREQUENCIES), dimension),
-        "hidden_act": "silu",
-        "tie_word_embeddings": "output.weight" not in contents.tensors,
-        "dtype": "float32",
-        **biased,
-    }
-
-
-class _Metadata:
-    """Checked access to the metadata of a file."""
-
-    def __init__(self, name: str, metadata: dict[str, Any]):
-        self.name, self.metadata = name, metadata
-        self.architecture: Any = metadata.get("general.architecture")
-        if self.architecture not in ARCHITECTURES:
-            raise CheckpointError(
-                f"target {name}: the GGUF file is of architecture {self.architecture!r:.60}, which is not supported",
-                f"use one of {', '.join(ARCHITECTURES)}, or the model's safetensors files",
-            )
-
-    def unsupported(self, what: str) -> CheckpointError:
-        return CheckpointError(f"target {self.name}: {what}", "use the model's safetensors files")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key of this architecture. CheckpointError if it is missing and there is no `default`."""
-        value = self.metadata.get(f"{self.architecture}.{key}", default)
-        if value is None:
-            raise CheckpointError(
-                f"target {self.name}: the metadata of the GGUF file lacks {self.architecture}.{key}",
-                gguf_file.REDOWNLOAD_HINT,
-            )
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
-        value = self.get(key, default)
-        if type(value) is not int or not 0 < value < LARGEST:
-            shown = "a list (the layers differ)" if isinstance(value, gguf_file.Numbers) else f"{value!r:.60}"
-            raise self.unsupported(f"{self.architecture}.{key} is {shown}, not a single positive integer")
-        return value
-
-    def real(self, key: str, default: float | None = None) -> float:
-        """A positive number, as `shortest` of the file's."""
-        value = self.get(key, default)
-        found = shortest(value)
-        if type(found) is not float or not (math.isfinite(found) and found > 0):
-            raise self.unsupported(f"{self.architecture}.{key} is {value!r:.60}, not a positive number in fp32")
-        return found
-
-
-def shortest(value: Any) -> Any:
-    """The shortest decimal number with the fp32 value of a number in the metadata. Other values are unchanged."""
-    with np.errstate(over="ignore"):
-        return float(str(np.float32(value))) if type(value) in (int, float) else value
-
-
-def _rope(name: str, facts: _Metadata, frequencies: StoredTensor | None, dimension: int) -> dict[str, Any]:
-    """The `rope_parameters` for config.json."""
-    theta = facts.real("rope.freq_base", 10000.0)
-    factors = ("rope.scaling.factor", "rope.scale_linear")  # the second in files of 2023
-    factor = next((key for key in factors if f"{facts.architecture}.{key}" in facts.metadata), None)
-    kind = facts.get("rope.scaling.type", "linear" if factor else "none")  # as in llama.cpp
-    if frequencies is not None:
-        found = _llama3(name, frequencies, theta, dimension)
-        if found and kind != "none":
-            raise facts.unsupported(f"its RoPE is scaled twice, by {FREQUENCIES} and by {kind!r:.60}")
-        if found:
-            return found
-    if kind == "none":
-        return {"rope_type": "default", "rope_theta": theta}
-    if kind not in ("linear", "yarn") or facts.get("rope.scaling.attn_factor", 1.0) != 1.0:
-        raise facts.unsupported(f"its RoPE is scaled by {kind!r:.60}, which is not supported")
-    scaled = {"rope_type": kind, "rope_theta": theta, "factor": facts.real(factor or factors[0])}
-    if kind == "yarn":
-        scaled["original_max_position_embeddings"] = facts.size("rope.scaling.original_context_length")
-        for key in ("beta_fast", "beta_slow"):
-            if f"{facts.architecture}.rope.scaling.yarn_{key}" in facts.metadata:
-                scaled[key] = facts.real(f"rope.scaling.yarn_{key}")
-    return scaled
-
-
-def _llama3(name: str, frequencies: StoredTensor, theta: float, dimension: int) -> dict[str, Any] | None:
-    """Recover Llama 3's RoPE scaling from the frequency divisors in a file. Returns None if they are all 1.
-
-    llama.cpp's converter computes the divisors and drops the four numbers they follow from. Three of these are the same
-    in all of Meta's models, and the fourth is the largest divisor. CheckpointError if other divisors are found.
-    """
-    if frequencies.shape != (dimension // 2,):
-        raise CheckpointError(
-            f"target {name}: {FREQUENCIES} has shape {list(frequencies.shape)}, not [{dimension // 2}]",
-            gguf_file.REDOWNLOAD_HINT,
-        )
-    held = dequantised(frequencies, torch.float32).double()
-    if bool((held == 1).all()):
-        return None
-    factor = round(float(held.max()), 3)
-    low, high, original = LLAMA3.values()
-    wavelengths = 2 * math.pi * theta ** (torch.arange(0, dimension, 2).double() / dimension)
-    smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
-    if not torch.allclose(1 / ((1 - smooth) / factor + smooth), held, rtol=1e-4):
-        raise CheckpointError(
-            f"target {name}: {FREQUENCIES} scales RoPE differently from Llama 3",
-            "use the model's safetensors files",
-        )
-    return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3}
-
-
 @dataclass(frozen=True)
 class GGUFParameter:
-    """The `transformers` parameter that a tensor in a GGUF file corresponds to.
+    """A parameter of `transformers`, and the tensors of a GGUF file that it is made of.
 
     Attributes:
         key: name in `transformers`.
-        shape: shape of both.
-        pairs: number of heads with rotary dimensions stored in pairs (llama.cpp) rather than halves (`transformers`); 0
-            if the order is the same.
+        shape: shape in `transformers`.
+        tensors: names in the file.
+        convert: function of these tensors that returns the parameter.
     """
 
     key: str
     shape: tuple[int, ...]
-    pairs: int = 0
-
-    def ordered(self, rows: Tensor) -> Tensor:
-        """Rows of the stored tensor in the order of `transformers`."""
-        if not self.pairs:
-            return rows
-        return rows.view(self.pairs, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    tensors: tuple[str, ...]
+    convert: Callable[..., Tensor]
 
 
-def _parameters(name: str, config: dict[str, Any]) -> dict[str, GGUFParameter]:
-    """The parameter for every tensor that a file with this configuration has, by the tensor's name.
+def _parameters(name: str, contents: GGUFContents, config: dict[str, Any]) -> list[GGUFParameter]:
+    """All parameters of the model with this configuration.
 
-    Raises CheckpointError if `transformers` refuses the configuration.
+    Raises CheckpointError: `transformers` refuses the configuration; or a tensor of the file is missing, has a wrong
+    shape, or is unexpected.
     """
-    from gguf import MODEL_ARCH, get_tensor_name_map
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -263,35 +109,77 @@ def _parameters(name: str, config: dict[str, Any]) -> dict[str, GGUFParameter]:
         raise CheckpointError(
             f"target {name}: its metadata describes no model: {reason}", gguf_file.REDOWNLOAD_HINT
         ) from error
-    names = get_tensor_name_map(MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
-    pairs = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    if config["model_type"] != "llama":
-        pairs = {}
-    return {
-        names.get_name(key, (".weight", ".bias")) or key: GGUFParameter(
-            key, tuple(parameter.shape), pairs.get(key.split(".")[-2], 0)
-        )
-        for key, parameter in model.named_parameters()
-    }
+    architecture = contents.metadata[gguf_file.ARCHITECTURE]
+    known = {held: number for number, held in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(known[architecture], config["num_hidden_layers"])
+
+    def stored_name(key: str) -> str:
+        stem = key.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias")
+        return f"{names.get_name(stem) or stem}.{'bias' if key.endswith('bias') else 'weight'}"
+
+    found = []
+    for key, parameter in model.named_parameters():
+        parts = (key.replace("gate_up", part) for part in ("gate", "up")) if EXPERTS in key else (key,)
+        convert = _conversion(key, architecture, config)
+        found.append(GGUFParameter(key, tuple(parameter.shape), tuple(map(stored_name, parts)), convert))
+    _check_tensors(name, contents, found)
+    return found
 
 
-def _check_tensors(name: str, contents: GGUFContents, wanted: dict[str, GGUFParameter]) -> None:
+def _conversion(key: str, architecture: str, config: dict[str, Any]) -> Callable[..., Tensor]:
+    """The function that turns the tensors of a file into the parameter `key` of `transformers`."""
+    stored, part = ARCHITECTURES[architecture], key.split(".")[-2]
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    if stored.pairs and part in heads:
+        return partial(_halves, heads[part])
+    if stored.norm_offset and part.endswith("norm"):
+        return lambda weights: weights - stored.norm_offset
+    if architecture == "gpt-oss" and ".experts." in key:  # rows of gates and of other inputs take turns
+        joined = _in_turns if EXPERTS in key else _same
+        return joined if key.endswith("bias") else lambda *parts: joined(*parts).mT.contiguous()
+    return (lambda gate, up: torch.cat((gate, up), 1)) if EXPERTS in key else _same
+
+
+def _same(weights: Tensor) -> Tensor:
+    return weights
+
+
+def _halves(heads: int, rows: Tensor) -> Tensor:
+    """Rows with rotary dimensions in pairs, reordered so that each head has them in halves."""
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _in_turns(gate: Tensor, up: Tensor) -> Tensor:
+    """[experts, 2 · rows, …] with rows of both [experts, rows, …] by turns."""
+    return torch.stack((gate, up), 2).flatten(1, 2)
+
+
+def _check_tensors(name: str, contents: GGUFContents, wanted: list[GGUFParameter]) -> None:
     """Raise CheckpointError if a tensor of a file is missing, has a wrong shape, or is unexpected."""
-    for tensor, parameter in wanted.items():
-        held = contents.tensors.get(tensor)
-        if held is None:
-            raise CheckpointError(f"target {name}: the GGUF file lacks the tensor {tensor}", gguf_file.REDOWNLOAD_HINT)
-        if held.shape != parameter.shape:
-            shapes_differ = f"{list(held.shape)}, but its metadata requires {list(parameter.shape)}"
+    for parameter in wanted:
+        for tensor in parameter.tensors:
+            if tensor not in contents.tensors:
+                raise CheckpointError(
+                    f"target {name}: the GGUF file lacks the tensor {tensor}", gguf_file.REDOWNLOAD_HINT
+                )
+            if contents.tensors[tensor].kind == gguf_file.I64:
+                raise CheckpointError(
+                    f"target {name}: the tensor {tensor} of the GGUF file holds integers", gguf_file.REDOWNLOAD_HINT
+                )
+        shapes = [contents.tensors[tensor].shape for tensor in parameter.tensors]
+        try:
+            fits = parameter.convert(*(torch.empty(shape, device="meta") for shape in shapes)).shape == parameter.shape
+        except RuntimeError:  # a conversion of other shapes
+            fits = False
+        if not fits:
+            shapes_differ = f"{' and '.join(str(list(shape)) for shape in shapes)}, but its metadata requires"
             raise CheckpointError(
-                f"target {name}: the tensor {tensor} of the GGUF file has shape {shapes_differ}",
+                f"target {name}: the tensor {' and '.join(parameter.tensors)} of the GGUF file has shape "
+                f"{shapes_differ} {list(parameter.shape)}",
                 gguf_file.REDOWNLOAD_HINT,
             )
-        if held.kind == gguf_file.I64:
-            raise CheckpointError(
-                f"target {name}: the tensor {tensor} of the GGUF file holds integers", gguf_file.REDOWNLOAD_HINT
-            )
-    unexpected = sorted(contents.tensors.keys() - wanted.keys() - {FREQUENCIES})
+    used = {tensor for parameter in wanted for tensor in parameter.tensors}
+    unexpected = sorted(contents.tensors.keys() - used - ROPE_TENSORS)
     if unexpected:
         raise CheckpointError(
             f"target {name}: the GGUF file has a tensor {unexpected[0]:.60}, which its model type does not have",
@@ -308,7 +196,7 @@ class Weight:
 
     quantized_only = False
 
-    def __init__(self, stored: StoredTensor, place: GGUFParameter, dtype: torch.dtype):
+    def __init__(self, stored: list[StoredTensor], place: GGUFParameter, dtype: torch.dtype):
         self.stored, self._place, self.dtype, self.shape = stored, place, dtype, torch.Size(place.shape)
 
     def get_shape(self) -> list[int]:
@@ -321,7 +209,14 @@ class Weight:
 
         if not self.quantized_only:
             return self.shape.numel() * self.dtype.itemsize
-        return int(self.shape.numel() * gguf_blocks.bytes_per_weight(self.stored))
+        return int(self.shape.numel() * gguf_blocks.bytes_per_weight(self.stored[0]))
+
+    @property
+    def readable(self) -> bool:
+        """Whether the C++ step can read the file's quantization."""
+        from specctl.decoding.models import gguf_blocks
+
+        return len(self.stored) == 1 and gguf_blocks.readable(self.stored[0])
 
     def __getitem__(self, index: Any) -> Tensor:
         if self.quantized_only:
@@ -330,16 +225,18 @@ class Weight:
 
     def dequantized(self) -> Tensor:
         """The whole parameter."""
-        return self._place.ordered(dequantised(self.stored, self.dtype))
+        # Vectors stay in fp32 until they are converted: the norms of Gemma lose an offset.
+        dtypes = (torch.float32 if len(one.shape) == 1 else self.dtype for one in self.stored)
+        return self._place.convert(*map(dequantised, self.stored, dtypes)).to(self.dtype)
 
     def quantized(self) -> GroupedWeights | None:
         """The weights in the file's quantization, or None if the C++ step cannot read it."""
         from specctl.decoding.models import gguf_blocks
 
-        if not gguf_blocks.readable(self.stored):
+        if not self.readable:
             return None
-        held = gguf_blocks.read(self.stored)
-        codes, scale, low = (self._place.ordered(part) for part in (held.codes, held.scale, held.low))
+        held = gguf_blocks.read(self.stored[0])
+        codes, scale, low = (self._place.convert(part) for part in (held.codes, held.scale, held.low))
         return GroupedWeights(codes, scale, low, held.bits)
 
 
@@ -349,44 +246,23 @@ def weights(name: str, dtype: torch.dtype) -> dict[str, Weight]:
     Raises CheckpointError like `directory`.
     """
     contents = gguf_file.read(Path(name).expanduser())
-    parameters = _parameters(name, configuration(name, contents))
-    _check_tensors(name, contents, parameters)
-    return {one.key: Weight(contents.tensors[tensor], one, dtype) for tensor, one in parameters.items()}
+    parameters = _parameters(name, contents, configuration(name, contents))
+    return {one.key: Weight([contents.tensors[tensor] for tensor in one.tensors], one, dtype) for one in parameters}
 
 
 def quantized_weights(name: str, dtype: torch.dtype) -> dict[str, Weight] | None:
     """`weights` with the matrices of the layers `quantized_only`, or None if the C++ step cannot read every matrix. A
     separate vocabulary head is `quantized_only`, too, if the C++ step can read it."""
-    from specctl.decoding.models import gguf_blocks
-
     found = weights(name, dtype)
     matrices = [one for key, one in found.items() if key.startswith("model.layers.") and len(one.shape) == 2]
-    if not all(gguf_blocks.readable(one.stored) for one in matrices):
+    if not all(one.readable for one in matrices):
         return None
     head = found.get("lm_head.weight")
-    if head is not None and gguf_blocks.readable(head.stored):
+    if head is not None and head.readable:
         matrices.append(head)
     for one in matrices:
         one.quantized_only = True
     return found
-
-
-def dequantised(stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize a tensor in fp32 and round it to `dtype`. Integers are converted directly."""
-    from gguf import GGMLQuantizationType, dequantize
-
-    if stored.kind == gguf_file.I64:
-        whole = np.fromfile(stored.file, "<i8", stored.size // 8, offset=stored.start)
-        return torch.from_numpy(whole).view(stored.shape).to(dtype)
-    kind = GGMLQuantizationType(stored.kind)
-    width = stored.size // math.prod(stored.shape[:-1])
-    data = np.memmap(stored.file, np.uint8, "r", stored.start, (stored.size // width, width))
-    values = torch.empty(data.shape[0], stored.shape[-1], dtype=dtype)
-    rows = max(1, ROWS // stored.shape[-1])
-    for first in range(0, len(data), rows):
-        part = dequantize(np.ascontiguousarray(data[first : first + rows]), kind)
-        values[first : first + rows] = torch.from_numpy(np.require(part, np.float32, "W"))
-    return values.view(stored.shape)
 
 
 def stored_as(name: str) -> str:

@@ -32,17 +32,18 @@ _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_UPPER, _LOWER = r"((?=[\p{L}])([^a-z]))", r"((?=[\p{L}])([^A-Z]))"
+_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+END|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*END"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = _WORDS.replace("END", "") + r"|\p{N}" + _OTHERS
+GPT4O = _WORDS.replace("END", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _OTHERS
 SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), (GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", GPT2)),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (QWEN2,)),
     "tekken": (TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4"), (GPT4O,)),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
 """How a text is split before merges, by `tokenizer.ggml.pre`. Each expression splits the pieces left by the previous
@@ -62,8 +63,19 @@ ENDS = {
     "_<EOT>",
     "< EOT >",
     "<｜end▁of▁sentence｜>",
+    "<|return|>",
+    "<|call|>",
+    "<end_of_utterance>",
+    "[EOT]",
+    "[EOS]",
 }
-"""Control tokens that end a text in any vocabulary, as in llama.cpp: many files name only one of several end tokens."""
+"""Tokens that end a text in any vocabulary, as in llama.cpp: many files name only one of several end tokens. They are
+control tokens, even if the file does not say so."""
+HARMONY = {"<|return|>", "<|call|>", "<|end|>"}
+"""End tokens of a vocabulary in which the last one only ends a part of an answer."""
+STRIPPING = ("phi-3", "phi3")
+"""Parts of the names of models in which special tokens swallow the white space after them."""
+NOT_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +130,10 @@ def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
             f"target {name}: the GGUF file has {len(tokens):,} tokens, but only {rows:,} embeddings", CONVERT_HINT
         )
     _check(name, metadata, kind)
-    kinds = metadata.get(TYPES, (1,) * len(tokens))
+    kinds = list(metadata.get(TYPES, (1,) * len(tokens)))
+    ending = {number for number, token in enumerate(tokens) if token in ENDS}
+    for number in ending:
+        kinds[number] = CONTROL
     special = {
         f"{ours}_token_id": _id(name, metadata, theirs, len(tokens))
         for ours, theirs in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
@@ -129,7 +144,8 @@ def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
             model = _byte_level(name, metadata, tokens, pre)
         else:
             model = _sentencepiece(metadata, tokens, kinds, special["unk_token_id"] or 0)
-        _add_special(model, tokens, kinds)
+        named = str(metadata.get("general.name", "")).lower()
+        _add_special(model, tokens, kinds, strips=any(part in named for part in STRIPPING))
         _add_ends(model, metadata, tokens, special, begins=kind == "llama" or pre in LIKE_LLAMA3)
         document = model.to_str()
     except CheckpointError:
@@ -137,7 +153,9 @@ def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
     except Exception as error:  # contradictory parts can make `tokenizers` raise anything
         raise _damaged(name, one_line(error)) from error
     ends = {special["eos_token_id"], *(_id(name, metadata, key, len(tokens)) for key in ("eot", "eom"))} - {None}
-    ends |= {number for number, token in enumerate(tokens) if kinds[number] == CONTROL and token in ENDS}
+    ends |= ending
+    if HARMONY.issubset(tokens):
+        ends -= {number for number in ending if tokens[number] == "<|end|>"}
     known = sorted(number for number in ends if number is not None)
     return GGUFTokenizer(document, special, known, tokens, metadata.get(TEMPLATE))
 
@@ -232,16 +250,24 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], kinds: Sequence[
     return model
 
 
-def _add_special(model: Any, tokens: list[str], kinds: Sequence[int]) -> None:
+def _add_special(model: Any, tokens: list[str], kinds: Sequence[int], strips: bool) -> None:
     """Register tokens that are matched whole in a text, before any splitting."""
     from tokenizers import AddedToken
 
-    found = {
-        kind: [token for token, one in zip(tokens, kinds, strict=True) if one == kind and token] for kind in (2, 3, 4)
-    }
-    special = [AddedToken(token, special=True, normalized=False) for token in found[UNKNOWN] + found[CONTROL]]
-    model.add_special_tokens(special)
-    model.add_tokens([AddedToken(token, special=False, normalized=False) for token in found[USER_DEFINED]])
+    def found(*wanted: int) -> list[AddedToken]:
+        return [
+            AddedToken(
+                token,
+                special=kind != USER_DEFINED,
+                normalized=False,
+                rstrip=strips and (token not in NOT_STRIPPING),
+            )
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind in wanted and token
+        ]
+
+    model.add_special_tokens(found(UNKNOWN, CONTROL))
+    model.add_tokens(found(USER_DEFINED))
 
 
 def _add_ends(

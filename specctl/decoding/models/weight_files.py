@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from specctl import regular_files
+from specctl.decoding.models import gguf_target
 from specctl.errors import CheckpointError
 
 EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
@@ -75,3 +77,17 @@ class WeightFiles:
         regular_files.check(path)
         with safe_open(path, framework="pt") as weights:
             yield weights
+
+
+class GGUFWeightFiles(WeightFiles):
+    """The tensors of a GGUF file by their names in `transformers`, dequantized to `dtype`."""
+
+    def __init__(self, name: str, dtype: torch.dtype):
+        self.place, self.weights = name, gguf_target.weights(name, dtype)
+        self.files = dict.fromkeys(self.weights, name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.weights[name].shape)
+
+    def tensor(self, name: str) -> Tensor:
+        return self.weights[name].dequantized()
