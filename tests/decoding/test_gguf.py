@@ -49,6 +49,15 @@ MODELS = {
     "llama3": ("LlamaConfig", SIZES | {"rope_parameters": ROPE8192, "rms_norm_eps": 1e-5}),
     "qwen2": ("Qwen2Config", SIZES | {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3": ("Qwen3Config", SIZES | {"head_dim": 32}),
+    "phi3": (
+        "Phi3Config",
+        SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
+    ),
+    "granite": (
+        "GraniteConfig",
+        SIZES
+        | {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
 }
 CPU = torch.device("cpu")
 REAL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 
 from specctl.decoding.models import gguf_file, gguf_tokenizer
 from specctl.decoding.models.describe import describe
-from specctl.decoding.models.ends import load_layerless
 from specctl.decoding.models.gguf_configuration import configuration
 from specctl.decoding.models.gguf_file import Numbers
 from specctl.decoding.models.loading import load_config, load_generation_config, load_model
@@ -135,7 +134,7 @@ def test_a_description_counts_dequantized_weights(tmp_path, name):
 def test_embedding_norm_and_head_are_read_without_layers(tmp_path, name):
     """Used to ask for safetensors files."""
     original = write(write_tiny(tmp_path / "hf", *MODELS[name]), tmp_path / "m.gguf", Kind.Q8_0)
-    ends = load_layerless(str(tmp_path / "m.gguf"), device=CPU, dtype=torch.float32)
+    ends = load_target(str(tmp_path / "m.gguf"), device="cpu", dtype="fp32", whole=False).model
     states = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     assert torch.equal(ends.embedding, original.get_input_embeddings().weight)
     torch.testing.assert_close(ends.normed(states), original.model.norm(states))

@@ -257,7 +257,7 @@ class LeanModel:
 
     def _rope_for(self, capacity: int) -> Rope:
         if self._rope is None or self._rope.cos.shape[0] < capacity:
-            positions = torch.arange(capacity, device=self.device).unsqueeze(0)
+            positions = torch.arange(max(capacity, 1), device=self.device).unsqueeze(0)
             if self._rotary_limit is not None:
                 positions = positions.clamp(max=self._rotary_limit - 1)  # no text gets there
             cos, sin = self._rotary(self.embedding[:1], positions)
