@@ -62,9 +62,9 @@ class Request:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether tokens are drawn from other logits than the target's: with a repetition penalty, an adjustment or a
-        constraint."""
-        edited = self.sampling.repetition_penalty != 1 or self.adjustment is not None
+        """Whether tokens are drawn from other logits than the target's: with a repetition penalty, min-p, an adjustment
+        or a constraint."""
+        edited = self.sampling.repetition_penalty != 1 or self.sampling.min_p > 0 or self.adjustment is not None
         return edited or self.constraint is not None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +17,15 @@ ACCEPT, TARGET, DRAFT = 0, 1, 2  # random streams; shared noise between them wou
 @dataclass(frozen=True)
 class Sampling:
     """Sampling filters in the order of `transformers`: the repetition penalty for tokens that occur in the text before
-    (Keskar et al. 2019, section 4.1; 1 = off), temperature (0 = greedy), top-k (0 = off), top-p (1 = off)."""
+    (Keskar et al. 2019, section 4.1; 1 = off), temperature (0 = greedy), top-k (0 = off), top-p (1 = off). As in vLLM,
+    min-p comes between temperature and top-k: no token is drawn that is less likely than `min_p` times the likeliest
+    one (Nguyen et al. 2024; 0 = off)."""
 
     temperature: float
     top_k: int
     top_p: float
     repetition_penalty: float = 1.0
+    min_p: float = 0.0
 
     @classmethod
     def of(cls, recipe: SamplingRecipe) -> Sampling:
@@ -33,7 +37,11 @@ GREEDY = Sampling(0.0, 0, 1.0)
 
 
 class Draws:
-    """Sampling parameters and seeds of a batch; makes distributions, uniforms and drawn tokens for it."""
+    """Sampling parameters and seeds of a batch; makes distributions, uniforms and drawn tokens for it.
+
+    Attributes:
+        floors: [B, 1, 1] how far below the largest logit a token can be drawn, at most 0; None if no text has min-p.
+    """
 
     def __init__(self, samplings: list[Sampling], seeds: list[int], device: torch.device):
         self.samplings, self.device = samplings, device
@@ -44,10 +52,20 @@ class Draws:
         self.top_k = torch.tensor([s.top_k for s in samplings], device=device)
         self.top_p = torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device)
         self.penalised = any(s.repetition_penalty != 1 for s in samplings)
+        self.floors: Tensor | None = None
+        if any(s.min_p for s in samplings):
+            floors = [s.temperature * math.log(s.min_p) if s.min_p else -math.inf for s in samplings]
+            self.floors = torch.tensor(floors, dtype=torch.float32, device=device).view(-1, 1, 1)
 
     def rows(self, logits: Tensor) -> kernels.Rows:
         """Distributions of logits [B, T, V] after the filters, as B·T rows."""
-        return kernels.row_params(*kernels.as_rows(logits, self.filters))
+        return kernels.row_params(*kernels.as_rows(self._above_floors(logits), self.filters))
+
+    def _above_floors(self, logits: Tensor) -> Tensor:
+        """Logits [B, T, V] with −inf at the tokens that min-p excludes."""
+        if self.floors is None:
+            return logits
+        return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + self.floors, -torch.inf)
 
     @property
     def filters(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +99,8 @@ class Draws:
         """
         if self.greedy:
             return kernels.walk_tree(kernels.argmax(logits), tokens, parents)
-        return kernels.sample_tree(logits, self.filters, self.uniform(positions, TARGET), tokens, parents)
+        uniforms = self.uniform(positions, TARGET)
+        return kernels.sample_tree(self._above_floors(logits), self.filters, uniforms, tokens, parents)
 
     def penalise(self, logits: Tensor, texts: list[list[int]], parents: list[list[int]], tokens: Tensor) -> Tensor:
         """Logits [B, 1 + n, V] with the repetition penalty applied. A row's penalized tokens are the committed `texts`

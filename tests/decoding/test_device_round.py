@@ -919,6 +919,25 @@ def test_an_ended_text_with_edited_logits_holds_no_other_on_the_host(tiny, monke
     assert (texts[7].rounds, texts[7].ahead) == (12, 10), "the last round is known one round late"
 
 
+def test_min_p_of_an_ended_text_filters_no_other(tiny, monkeypatch):
+    """A text that comes later takes the ended one's row, on the device."""
+    late = replace(decoding.requests([[17, 3]], sampling=HOT, max_new_tokens=12, seeds=[9])[0], ignores_eos=True)
+    (alone,) = decoding.decode_requests(engine_for(tiny), [late])
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    engine = engine_for(tiny)
+    for length, min_p in ((3, 0.9), *[(20, 0.0)] * 7):
+        sampling = replace(HOT, min_p=min_p)
+        (request,) = decoding.requests([[5, 9]], sampling=sampling, max_new_tokens=length, seeds=[0])
+        engine.add(replace(request, ignores_eos=True))
+    for _ in range(6):
+        engine.step()
+    assert engine.device.tracks, "the rounds after the end of the first text run on the device"
+    id, texts = engine.add(late), {}
+    while engine.busy:
+        texts |= {event.id: event.ended for event in engine.step() if event.ended}
+    assert texts[id].output_ids == alone.output_ids
+
+
 def hybrid(head):
     return Hybrid(head, Lookup(), Costs(tuple(1.0 for _ in ROWS), first=0.0, level=0.0))
 

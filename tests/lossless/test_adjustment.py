@@ -1,4 +1,6 @@
-"""Presence and frequency penalties and logit bias: speculative decoding draws what plain decoding draws with them."""
+"""Penalties, logit bias, min-p and a minimum length: speculative decoding draws what plain decoding draws with them."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +16,18 @@ from tests.lossless.test_equality import DRAFTERS, ONE_OF_EACH, SEEDS
 
 HOT = Sampling(1.0, 0, 1.0)
 PENALISED = Sampling(0.8, 0, 1.0, repetition_penalty=1.2)
-STRONG, BIASED = Adjustment(1.5, 1.0), Adjustment(-0.5, 0.3, {17: 6.0, 30: -100.0})
+LIKELY, LIKELIEST = Sampling(1.0, 0, 1.0, min_p=0.2), Sampling(1.5, 30, 0.9, repetition_penalty=1.1, min_p=0.4)
+STRONG = Adjustment(1.5, 1.0)
+BIASED = Adjustment(-0.5, 0.3, {17: 6.0, 30: -100.0}, least=10, ends=frozenset({17}))  # 17 would end it sooner
 
 
 def requests(prompts, samplings, adjustments=(STRONG, None, BIASED)):
     """Three requests, the middle one without an adjustment."""
     rows = zip(prompts, samplings, SEEDS, adjustments, strict=True)
-    return [Request(prompt, sampling, 16, seed, adjustment=adjustment) for prompt, sampling, seed, adjustment in rows]
+    return [
+        Request(prompt, sampling, 16, seed, adjustment.ends if adjustment else frozenset(), adjustment=adjustment)
+        for prompt, sampling, seed, adjustment in rows
+    ]
 
 
 def answers(target, asked, drafter=None, slots=None):
@@ -28,15 +35,25 @@ def answers(target, asked, drafter=None, slots=None):
     return [(one.output_ids, one.stop) for one in decode(engine, asked)]
 
 
-@pytest.mark.parametrize("samplings", [[GREEDY] * 3, [HOT, HOT, PENALISED]], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("samplings", [[GREEDY] * 3, [LIKELIEST, LIKELY, PENALISED]], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_adjusted_texts_equal_plain_adjusted_texts(target, prompts, name, samplings):
     asked = requests(prompts, samplings)
     expected = answers(target, asked, slots=1)
     free = answers(target, requests(prompts, samplings, [None] * 3))
     assert [one == other for one, other in zip(expected, free, strict=True)] == [False, True, False]
+    long = expected[2][0]
+    assert 17 not in long[:10] and expected[2] == (long[: long.index(17) + 1], "eos")
     texts = [[*prompt, *ids] for prompt, (ids, _) in zip(prompts, expected, strict=True)]
     assert answers(target, asked, DRAFTERS[name](target, texts)) == expected
+
+
+def test_min_p_changes_texts(target, prompts):
+    """Negative control: the samplings above would be equal if it did nothing."""
+    with_it, without = (
+        answers(target, requests(prompts, [replace(LIKELY, min_p=min_p)] * 3, [None] * 3)) for min_p in (0.2, 0.0)
+    )
+    assert all(one != other for one, other in zip(with_it, without, strict=True))
 
 
 @pytest.mark.parametrize("drafts", [bushes, ragged], ids=["trees", "chains"])
@@ -64,6 +81,14 @@ def test_a_node_counts_the_answer_and_its_path():
         expected[7] += 3
         expected[1] -= 1
         assert torch.equal(row, expected)
+
+
+def test_an_end_is_excluded_until_the_path_is_long_enough():
+    """A node has the length of its path, not that of the draft before it."""
+    adjustment = Adjustment(least=4, ends=frozenset({5, 6}))
+    added = adjustment.added([1, 2], [-1, 0, -1, 1, -2], [3, 3, 4, 3, 0], 8)
+    assert [bool(row[5] == row[6] == -torch.inf) for row in added] == [True, True, False, True, False, True]
+    assert (added[:, :5] == 0).all() and (added[:, 7] == 0).all() and (added[[2, 4]] == 0).all()
 
 
 def test_a_bias_of_100_decides(target, prompts):

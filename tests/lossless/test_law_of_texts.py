@@ -68,14 +68,21 @@ def target():
 @pytest.fixture(scope="module")
 def law(target):
     """The probability [3 ** NEW] of every text, computed with `transformers`."""
+    return law_of(0.0)
+
+
+def law_of(min_p):
+    """The law of texts without the tokens below `min_p` times the likeliest one's probability."""
     texts = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=NEW)))
     whole = torch.cat((torch.tensor(PROMPT).expand(len(texts), -1), texts), 1)
     with torch.no_grad():
-        logprobs = toy(1)(whole).logits.double().log_softmax(-1)[:, len(PROMPT) - 1 : -1]
+        rows = toy(1)(whole).logits.double().softmax(-1)[:, len(PROMPT) - 1 : -1]
+    rows = torch.where(rows < min_p * rows.amax(-1, keepdim=True), 0.0, rows)
+    logprobs = (rows / rows.sum(-1, keepdim=True)).log()
     return logprobs.gather(2, texts.unsqueeze(-1)).sum((1, 2)).exp()
 
 
-def counts_of(target, rule, device=False, stop_below=0.0, texts=TEXTS, head=None):
+def counts_of(target, rule, device=False, stop_below=0.0, texts=TEXTS, head=None, min_p=0.0):
     """The count of each text [3 ** NEW], and the mean number of accepted draft tokens per round.
 
     `device`: use device rounds instead of host rounds. `head`: an acceptance head of the draft LM.
@@ -88,7 +95,11 @@ def counts_of(target, rule, device=False, stop_below=0.0, texts=TEXTS, head=None
     for start in range(0, texts, BATCH):
         seeds = [*range(start, min(start + BATCH, texts))]
         options = dict(
-            sampling=Sampling(1.0, 0, 1.0), max_new_tokens=NEW, seeds=seeds, drafter=drafter, share_rows=False
+            sampling=Sampling(1.0, 0, 1.0, min_p=min_p),
+            max_new_tokens=NEW,
+            seeds=seeds,
+            drafter=drafter,
+            share_rows=False,
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SPECCTL_GRAPHS", "eager" if device else "0")
@@ -130,6 +141,17 @@ def test_texts_of_several_rounds_have_the_targets_distribution(target, law, rule
     counts, accepted = counts_of(target, rule, device, stop_below)
     assert chi_squared(counts, law) < bound(len(law))
     assert accepted > 0.3
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_texts_with_min_p_have_the_targets_distribution_without_unlikely_tokens(target, law, rule):
+    """Draft and target are filtered alike. In device rounds it would not hold, so the host runs them."""
+    counts, accepted = counts_of(target, rule, min_p=0.6)
+    expected = law_of(0.6)
+    possible = expected > 0
+    assert 0 < possible.sum() < len(law) and counts[~possible].sum() == 0 and accepted > 0.2
+    assert chi_squared(counts[possible], expected[possible]) < bound(int(possible.sum()))
+    assert chi_squared(counts[possible], law[possible]) > 2 * bound(int(possible.sum()))
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -99,6 +99,7 @@ class DeviceBatch:
         self.draws = Draws([row.request.sampling for row in state.rows], [0] * batch, device)
         # A graph holds one code path: greedy sampling only if all requests are greedy.
         self.draws.greedy = not state.any_sampled
+        self.draws.floors = None  # of a text that has ended: with min-p, the host runs the rounds
 
     def recording(self, widest: int) -> Self:
         """A view of these sequences for rounds that commit at most `widest` tokens. It shares all tensors except the
