@@ -89,7 +89,7 @@ class PrefixCache:
         if end >= len(prompt) or not self.has_room(target, taps, len(prompt)):
             return False
         _, text = self._prefill_one(target, prompt[:end], target.new_cache(1, end), taps, 0)
-        self._add(text)
+        self.add(text)
         return True
 
     def known(self, prompt: list[int], taps: tuple[int, ...]) -> int:
@@ -108,9 +108,9 @@ class PrefixCache:
             if any(text.ids[: len(ids)] == ids for text in self.texts):
                 continue
             features = None if state.features is None else state.features[b, : len(ids)].clone()
-            self._add(CachedText(ids, state.cache.first_rows(b, len(ids)).clone(), features))
+            self.add(CachedText(ids, state.cache.first_rows(b, len(ids)).clone(), features))
 
-    def _add(self, new: CachedText) -> None:
+    def add(self, new: CachedText) -> None:
         """Add a text in place of its prefixes, and drop the texts for which there is no room any more. A text that is
         too large for the whole cache is left out."""
         if new.nbytes > self.most_bytes:

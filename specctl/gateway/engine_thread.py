@@ -14,7 +14,7 @@ import torch
 
 from specctl import progress, threads
 from specctl.decoding.engine import Engine
-from specctl.decoding.logprobs import LogprobRecorder, TokenLogprob
+from specctl.decoding.logprobs import LogprobRecorder, PromptLogprobs, TokenLogprob
 from specctl.decoding.records import Decoded, Event, Request, RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.gateway.faults import where
@@ -79,6 +79,10 @@ class Generation:
 
     Attributes:
         stops: strings that end the text.
+        least: number of tokens in which no stop string ends the text.
+        shows_stop: the text includes the stop string or stop token that ends it.
+        echo: text that comes before the answer, or None.
+        scores: log probabilities of the prompt, which come with the echo. Texts of one prompt share them.
         top_logprobs: number of likely tokens to report with each token, or None without log probabilities.
         unread: number of tokens of the prompt that are still to be read.
     """
@@ -87,6 +91,10 @@ class Generation:
     channel: Channel
     index: int = 0
     stops: tuple[str, ...] = ()
+    least: int = 0
+    shows_stop: bool = False
+    echo: str | None = None
+    scores: PromptLogprobs | None = None
     top_logprobs: int | None = None
     unread: int = 0
     tries: int = 0
@@ -216,7 +224,9 @@ class EngineThread:
     def _arrive(self, generation: Generation) -> None:
         """Take in a text, and compare its prompt with the cached ones."""
         prompt, prefix_cache = generation.request.prompt, self.engine.options.prefix_cache
-        known = 0 if prefix_cache is None else prefix_cache.known(prompt, self.engine.state.taps)
+        known = 0
+        if prefix_cache is not None and generation.scores is None:
+            known = prefix_cache.known(prompt, self.engine.state.taps)
         generation.unread = len(prompt) - known
         self._arrived.append(generation)
 
@@ -233,14 +243,15 @@ class EngineThread:
                 self._began = False
                 return
             first = self._next_to_read()
-            begun = [one for one in begun if one.request.prompt == first.request.prompt]
+            begun = [one for one in begun if one.request.prompt == first.request.prompt and one.scores is first.scores]
             if self._read_ahead(first):
                 first.unread -= PART
                 return
         self._began = bool(begun)
         for generation in begun:
             self._arrived.remove(generation)
-            self._add(generation, generation.request)
+            if self._echo(generation):
+                self._add(generation, generation.request)
 
     def _next_to_read(self) -> Generation:
         """In turns the oldest text, so that it cannot wait forever, and the text with the least left to read.
@@ -259,14 +270,36 @@ class EngineThread:
 
     def _read_ahead(self, generation: Generation) -> bool:
         """Read a part of a long prompt. Returns False if the engine should read the rest."""
-        prefix_cache, target = self.engine.options.prefix_cache, self.engine.target
-        if prefix_cache is None:
-            return False
+        prefix_cache, target, scores = self.engine.options.prefix_cache, self.engine.target, generation.scores
         try:
             with threads.step_threads(target.row_flops * PART):
+                if scores is not None:
+                    return scores.read_ahead(PART)
+                if prefix_cache is None:
+                    return False
                 return prefix_cache.read_ahead(target, generation.request.prompt, self.engine.state.taps, PART)
         except Exception:  # the engine fails this text alone if it cannot read the prompt
             return False
+
+    def _echo(self, generation: Generation) -> bool:
+        """Send the prompt, if its client asks for it. Returns whether an answer is to follow."""
+        scores, prefix_cache = generation.scores, self.engine.options.prefix_cache
+        if generation.echo is None:
+            return True
+        if scores is not None:
+            try:
+                scores.read(scores.unread)
+                if prefix_cache is not None and (text := scores.cached()) is not None:
+                    prefix_cache.add(text)
+            except Exception as error:  # as when the engine cannot read a prompt
+                self._fail(generation, error)
+                return False
+        finish = None if generation.request.max_new_tokens else FINISHED["length"]
+        found = None if scores is None else scores.found
+        self._parts.append((generation, TextPart(generation.index, generation.echo, [], found, finish)))
+        if finish is not None:
+            self.meter.finished(finish)
+        return finish is None
 
     def _count_threads(self) -> None:
         """Compute with as many threads as the batch keeps busy."""
@@ -287,7 +320,10 @@ class EngineThread:
         if generation.top_logprobs is not None:
             self._logprobs.wanted[id] = generation.top_logprobs
         if generation.text is None:
-            generation.text = TextStream(self._decode, generation.stops)
+            decode, ends = self._decode, request.ends
+            if ends and not generation.shows_stop:
+                decode = lambda ids: self._decode([id for id in ids if id not in ends])  # noqa: E731
+            generation.text = TextStream(decode, generation.stops, generation.least, generation.shows_stop)
         if request.label is not None:
             self._by_query[request.label.query] = generation
 

@@ -4,6 +4,7 @@ A tool call has the form that `tool_calls` reads. JSON schemas are checked by ll
 """
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,13 +21,23 @@ def grammar(asked: TextsRequest, is_special: Callable[[str], bool]) -> str:
 
     `is_special`: whether a text is a special token, which a grammar names without quotes.
     """
-    schema, tools = asked.schema_of_answer, asked.callable_tools
-    rules = {} if schema is None or asked.must_call else {"answer": _json(schema)}
+    tools, answer = asked.callable_tools, None if asked.must_call else _answer(asked)
+    rules = {} if answer is None else {"answer": answer}
     starts = [*rules]
     if tools:
         starts.append("call" if asked.most_calls == 1 else 'call ("\\n" call)*')
         rules |= _calls(tools, *(mark if is_special(mark) else _literal(mark) for mark in MARKS))
     return "\n".join(f"{name}: {rule}" for name, rule in ({"start": " | ".join(starts)} | rules).items())
+
+
+def _answer(asked: TextsRequest) -> str | None:
+    """The rule of an answer that is no call, or None."""
+    if (schema := asked.schema_of_answer) is not None:
+        return _json(schema)
+    form = asked.structured_outputs
+    if form is not None and form.choice is not None:
+        return " | ".join(map(_literal, form.choice))
+    return None if form is None or form.regex is None else _regex(form.regex)
 
 
 def _calls(tools: list[dict[str, Any]], opening: str, closing: str) -> dict[str, str]:
@@ -47,3 +58,9 @@ def _json(schema: dict[str, Any]) -> str:
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _regex(expression: str) -> str:
+    """A regular expression between slashes, with those inside escaped."""
+    escaped = re.sub(r"\\.|/", lambda found: found[0] if len(found[0]) > 1 else r"\/", expression, flags=re.DOTALL)
+    return f"/{escaped}/".replace("\n", r"\n")

@@ -1,6 +1,7 @@
 """Answers of OpenAI's API: whole documents, and the pieces of streams."""
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Collection, Iterator
@@ -176,11 +177,12 @@ class AnswerFormat:
     def _completion_logprobs(self, found: list[TokenLogprob], offset: int) -> dict[str, Any]:
         tokens = [self.tokens.text(one.token) for one in found]
         offsets = list(_offsets(tokens, offset))
-        tops = [self._alternatives(one) if one.top else {} for one in found]
+        known = [None if math.isnan(one.logprob) else one.logprob for one in found]  # JSON has no NaN
+        tops = [None if logprob is None else self._alternatives(one) for one, logprob in zip(found, known, strict=True)]
         return {
             "tokens": tokens,
-            "token_logprobs": [one.logprob for one in found],
-            "top_logprobs": tops if any(tops) else None,
+            "token_logprobs": known,
+            "top_logprobs": tops if any(one.top for one in found) else None,
             "text_offset": offsets,
         }
 

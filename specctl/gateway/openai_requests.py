@@ -15,6 +15,8 @@ MOST_ANSWERS = 64  # texts of one request
 MOST_STOPS, LONGEST_STOP = 16, 1024  # stop strings, and characters of one
 MOST_FIELDS = 64  # of an object in a body
 MOST_BIASES = 1024  # tokens of a bias
+MOST_CHOICES = 256  # texts of which an answer can be one
+LONGEST_FORM = 65536  # characters of a regular expression, or of a schema that is sent as text
 MOST_MESSAGES, MOST_IDS = 10_000, 2**20  # beyond any context
 COLDEST = 1e-3  # a lower temperature is greedy: its logits would overflow
 MOST_SEED = 2**63
@@ -32,14 +34,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "web_search_options": (),
     "verbosity": ("medium",),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "stop_token_ids": ([],),
     "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
     "echo": (False,),
+    "prompt_logprobs": (),
     "suffix": ("",),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -51,6 +50,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 So does null, for every field.
 """
+
+OLDER_FORMS = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
 
 
 class _Body(BaseModel):
@@ -99,6 +100,38 @@ class ResponseFormat(_Body):
         return self
 
 
+class StructuredOutputs(_Body):
+    """vLLM's form of an answer: one of a JSON schema, any object, a regular expression, and a list of texts."""
+
+    json_: dict[str, Any] | Annotated[str, Field(max_length=LONGEST_FORM)] | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: Annotated[str, Field(max_length=LONGEST_FORM)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if len(self.model_fields_set) != 1:
+            message = "'structured_outputs' must have one of json, json_object, regex and choice"
+            raise ApiError(message, param="structured_outputs", code="invalid_value")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema that answers must match, or None. Raises ApiError."""
+        if self.json_object:
+            return {"type": "object"}
+        if not isinstance(self.json_, str):
+            return self.json_
+        try:
+            schema = from_json(self.json_)
+        except ValueError:
+            schema = None
+        if not isinstance(schema, dict):
+            message = "'structured_outputs.json' must be a JSON schema, which is an object"
+            raise ApiError(message, param="structured_outputs", code="invalid_value")
+        return schema
+
+
 def _few(bias: Any) -> Any:
     """Refuse a long bias at once: pydantic checks all tokens before it counts them."""
     if isinstance(bias, dict) and len(bias) > MOST_BIASES:
@@ -117,6 +150,7 @@ class TextsRequest(_Body):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=2**31)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -128,9 +162,14 @@ class TextsRequest(_Body):
         | Annotated[list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)]
     ) = ""
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = 1
-    ignore_eos: bool = False  # vLLM's, for load tests
-    return_token_ids: bool = False  # vLLM's, for roll-outs
     response_format: ResponseFormat | None = None
+    # vLLM's fields.
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MOST_BIASES)] = []
+    include_stop_str_in_output: bool = False
+    min_tokens: Annotated[int, Field(ge=0, le=2**31)] = 0
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    structured_outputs: StructuredOutputs | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     # Fields without an effect on the text.
@@ -159,6 +198,34 @@ class TextsRequest(_Body):
                 raise ApiError(message, param=name, code="unsupported_parameter")
         return {name: value for name, value in document.items() if name not in neutral}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _older_names_of_forms(cls, document: Any) -> Any:
+        """Read `guided_json`, `guided_regex` and `guided_choice`, vLLM's names before `structured_outputs`."""
+        names = [name for name in OLDER_FORMS if isinstance(document, dict) and document.get(name) is not None]
+        if not names:
+            return document
+        if len(names) > 1 or document.get("structured_outputs") is not None:
+            message = f"'{names[0]}' is not allowed with another form of the answer"
+            raise ApiError(message, param=names[0], code="invalid_value")
+        rest = {name: value for name, value in document.items() if name not in OLDER_FORMS}
+        return rest | {"structured_outputs": {OLDER_FORMS[names[0]]: document[names[0]]}}
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        form = self.response_format
+        if self.structured_outputs is not None and form is not None and form.type != "text":
+            message = "'structured_outputs' is not allowed with 'response_format'"
+            raise ApiError(message, param="structured_outputs", code="invalid_value")
+        return self
+
+    @model_validator(mode="after")
+    def _least_within_limit(self) -> Self:
+        if self.limit is not None and self.min_tokens > self.limit:
+            message = f"'min_tokens' can be at most the limit of new tokens, {self.limit}"
+            raise ApiError(message, param="min_tokens", code="invalid_value")
+        return self
+
     @model_validator(mode="after")
     def _stream_options_of_streams(self) -> Self:
         if "stream_options" in self.model_fields_set and not self.stream:
@@ -169,15 +236,19 @@ class TextsRequest(_Body):
     def sampling(self) -> Sampling:
         """How tokens are drawn. Without values it is OpenAI's default: temperature 1 without filters."""
         temperature = self.temperature if self.temperature >= COLDEST else 0.0
-        return Sampling(temperature, max(self.top_k, 0), max(self.top_p, 1e-6), self.repetition_penalty)
+        return Sampling(temperature, max(self.top_k, 0), max(self.top_p, 1e-6), self.repetition_penalty, self.min_p)
 
-    @property
-    def adjustment(self) -> Adjustment | None:
-        """Penalties and bias of the logits, or None."""
+    def adjustment(self, eos_ids: frozenset[int]) -> Adjustment | None:
+        """Penalties, bias and minimum length for a target with these end tokens, or None.
+
+        With `ignore_eos` the end tokens stay possible: they end no text, and load tests would pay for their exclusion.
+        """
         bias = {int(token): value for token, value in self.logit_bias.items()}
-        if not (self.presence_penalty or self.frequency_penalty or bias):
+        ends = frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
+        least = self.min_tokens if ends else 0
+        if not (self.presence_penalty or self.frequency_penalty or bias or least):
             return None
-        return Adjustment(self.presence_penalty, self.frequency_penalty, bias)
+        return Adjustment(self.presence_penalty, self.frequency_penalty, bias, least, ends if least else frozenset())
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -186,7 +257,9 @@ class TextsRequest(_Body):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """The JSON schema that answers must match, or None."""
+        """The JSON schema that answers must match, or None. Raises ApiError."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.schema_of_answer
         form = self.response_format
         if form is None or form.type == "text":
             return None
@@ -209,8 +282,8 @@ class TextsRequest(_Body):
 
     @property
     def has_form(self) -> bool:
-        """Whether answers must have a form: a JSON schema, or tool calls."""
-        return self.schema_of_answer is not None or self.must_call
+        """Whether answers must have a form: a JSON schema, an expression, one of some texts, or tool calls."""
+        return self.structured_outputs is not None or self.schema_of_answer is not None or self.must_call
 
     def first_seed(self) -> int:
         """Seed of the first answer; the others have the following ones. Without one it is drawn."""
@@ -346,7 +419,15 @@ class CompletionRequest(TextsRequest):
     prompt: str | Several[str] | Ids | Several[Ids]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: int | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = 16  # OpenAI's default
+    echo: bool = False
+    max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = 16  # OpenAI's default
+
+    @model_validator(mode="after")
+    def _tokens_or_echo(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            message = "Invalid value for 'max_tokens': only with 'echo' it can be 0"
+            raise ApiError(message, param="max_tokens", code="invalid_value")
+        return self
 
     @model_validator(mode="after")
     def _all_answers(self) -> Self:

@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from specctl.decoding.constraint import Constraint, grammar_tokenizer
+from specctl.decoding.logprobs import PromptLogprobs
 from specctl.decoding.records import Label, Request
 from specctl.decoding.target import Target
 from specctl.distillation.messages import arguments_with, text_of
@@ -71,6 +72,8 @@ class OwnEngine:
         self._check_room(len(prompts) * asked.n)
         channel = Channel()
         generations = self._generations(asked, prompts, constraint, channel)
+        if isinstance(asked, CompletionRequest) and asked.echo:
+            await asyncio.get_running_loop().run_in_executor(self._tokenizing, self._echo, asked, generations)
         usage = Usage(sum(map(len, prompts)))
         self.meter.prompt_tokens.inc(usage.prompt)
         form = AnswerFormat(
@@ -130,8 +133,9 @@ class OwnEngine:
         on_host = self.target.device.type == "cpu" or self.recipe.chooses  # elsewhere log probabilities are not known
         if asked.alternatives is not None and not on_host:
             raise ApiError("'logprobs' is not supported on this device", param="logprobs", code="unsupported_parameter")
-        if any(int(token) >= self.target.vocab_size for token in asked.logit_bias):
-            self._unknown_ids("logit_bias")
+        for param, ids in (("logit_bias", map(int, asked.logit_bias)), ("stop_token_ids", asked.stop_token_ids)):
+            if any(id >= self.target.vocab_size for id in ids):
+                self._unknown_ids(param)
 
     def _check_name(self, name: str | None) -> None:
         if name and name != self.name:  # as with vLLM, no name is the only model
@@ -165,13 +169,15 @@ class OwnEngine:
         """The form that the answers must have, or None. Raises ApiError if it cannot be enforced."""
         if not asked.has_form:
             return None
-        if asked.ignore_eos:
-            raise ApiError("'ignore_eos' cannot be combined with a form of the answer", param="ignore_eos")
+        for param in ("ignore_eos", "min_tokens"):
+            if getattr(asked, param):
+                raise ApiError(f"'{param}' cannot be combined with a form of the answer", param=param)
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._tokenizing, self._compiled, asked)
         except DataError as error:
             param = "response_format" if asked.schema_of_answer is not None else "tools"
+            param = "structured_outputs" if asked.structured_outputs is not None else param
             raise ApiError(error.message.replace(self.target.name, self.name), param=param) from None
 
     def _compiled(self, asked: TextsRequest) -> Constraint:
@@ -238,7 +244,8 @@ class OwnEngine:
         seed, made = asked.first_seed(), []
         for place, ids in enumerate(prompts):
             room = self.target.context_length - len(ids)
-            limit = min(asked.limit or room, self.recipe.max_new_tokens or room, room)
+            limit = room if asked.limit is None else asked.limit
+            limit = min(limit, self.recipe.max_new_tokens or room, room)
             for number in range(asked.n):
                 label, index = Label(str(next(self._queries))), place * asked.n + number
                 # With a seed, equal prompts get equal texts.
@@ -250,12 +257,26 @@ class OwnEngine:
                     limit,
                     own_seed,
                     label=label,
+                    ends=frozenset(asked.stop_token_ids),
                     ignores_eos=asked.ignore_eos,
                     constraint=form,
-                    adjustment=asked.adjustment,
+                    adjustment=asked.adjustment(self.target.eos_ids),
                 )
-                made.append(Generation(request, channel, index, asked.stops, asked.alternatives))
+                generation = Generation(request, channel, index, asked.stops, top_logprobs=asked.alternatives)
+                generation.least, generation.shows_stop = asked.min_tokens, asked.include_stop_str_in_output
+                made.append(generation)
         return made
+
+    def _echo(self, asked: CompletionRequest, generations: list[Generation]) -> None:
+        """Let the answers begin with their prompts, and with their log probabilities if they are asked for."""
+        scores, taps = None, self.thread.engine.state.taps
+        for generation in generations:
+            place, number = divmod(generation.index, asked.n)
+            prompt, ids = asked.prompts[place], generation.request.prompt
+            generation.echo = prompt if isinstance(prompt, str) else str(self.target.tokenizer.decode(ids))
+            if asked.alternatives is not None and number == 0:
+                scores = PromptLogprobs(self.target, ids, asked.alternatives, taps)
+            generation.scores = scores
 
     def _cancel(self, generations: list[Generation]) -> None:
         for generation in generations:

@@ -29,14 +29,18 @@ def decoder(tokenizer: Any) -> Decode:
 class TextStream:
     """Text of one answer while its tokens arrive.
 
+    Args:
+        least: number of tokens in which no stop string ends the text.
+        shows_stop: the text includes the stop string that ends it.
+
     Attributes:
-        text: the whole text up to now, without the stop string that ended it.
+        text: the whole text up to now.
         stopped: the stop string that has ended the text, or None.
         used: number of tokens that were read; tokens after a stop string are not.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = ()):
-        self._decode, self._stops = decode, stops
+    def __init__(self, decode: Decode, stops: Sequence[str] = (), least: int = 0, shows_stop: bool = False):
+        self._decode, self._stops, self._least, self._shows_stop = decode, stops, least, shows_stop
         self._ids: list[int] = []
         self._from = self._read = 0  # tokens before `_read` are in the text; decoding starts at `_from`
         self._sent = 0
@@ -70,13 +74,15 @@ class TextStream:
 
     def _extend(self, new: str) -> None:
         """Append text, and end it at the stop string that is complete first."""
-        longest = max(map(len, self._stops), default=0)
-        start = max(0, len(self.text) - longest + 1)
+        known = len(self.text)
         self.text += new
-        found = [(at + len(stop), stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
+        if len(self._ids) <= self._least:
+            return
+        places = [(self.text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stops]
+        found = [(at + len(stop), stop) for at, stop in places if at >= 0]
         if found:
             end, self.stopped = min(found)
-            self.text = self.text[: end - len(self.stopped)]
+            self.text = self.text[: end if self._shows_stop else end - len(self.stopped)]
 
     def _held(self) -> int:
         """Number of characters at the end of the text with which a stop string may begin."""

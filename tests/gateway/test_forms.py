@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,31 @@ def test_json_of_any_form(ask):
     assert choice["message"]["content"].startswith("{")
 
 
+TEXTS = ["yes", "no / maybe", 'a "b"\n']
+
+
+@pytest.mark.parametrize(
+    ("form", "older", "fits"),
+    [
+        ({"json": SCHEMA}, "guided_json", lambda text: check(json.loads(text)) is None),
+        ({"json": json.dumps(SCHEMA)}, "guided_json", lambda text: check(json.loads(text)) is None),
+        ({"choice": TEXTS}, "guided_choice", lambda text: text in TEXTS),
+        ({"regex": r"[a-c]{2}/\/\n[0-9]"}, "guided_regex", re.compile("[a-c]{2}//\n[0-9]").fullmatch),
+        ({"regex": "[x/]{3}\n"}, "guided_regex", re.compile("[x/]{3}\n").fullmatch),
+    ],
+)
+def test_answers_have_the_forms_of_vllm(ask, form, older, fits):
+    """Clients of vLLM send them; they were refused."""
+    for fields in ({"structured_outputs": form}, {older: next(iter(form.values()))}):
+        (choice,) = ask(temperature=1, **fields)
+        assert choice["finish_reason"] == "stop" and fits(choice["message"]["content"]), choice
+
+
+def test_any_object_in_the_form_of_vllm(ask):
+    (choice,) = ask(structured_outputs={"json_object": True}, temperature=0, max_tokens=12)
+    assert choice["message"]["content"].startswith("{")
+
+
 @pytest.mark.parametrize("parallel", [True, False, None])
 def test_required_calls_are_written(ask, parallel):
     (choice,) = ask(tools=SHORT, tool_choice="required", parallel_tool_calls=parallel)
@@ -124,6 +150,18 @@ BAD = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "schema"),
     ({"response_format": FORM, "ignore_eos": True}, "ignore_eos", "cannot be combined"),
+    ({"response_format": FORM, "min_tokens": 3}, "min_tokens", "cannot be combined"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "enforced"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs", "a JSON schema"),
+    ({"structured_outputs": {"json": {"type": "thing"}}}, "structured_outputs", "enforced"),
+    ({"structured_outputs": {}}, "structured_outputs", "one of json"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of json"),
+    ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "Unrecognized"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": FORM}, "structured_outputs", "not allowed with"),
+    ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_json", "another form"),
+    ({"guided_choice": ["a"], "structured_outputs": {"regex": "a"}}, "guided_choice", "another form"),
+    ({"guided_grammar": "x"}, "guided_grammar", "Unrecognized"),
     ({"tools": SHORT, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", "a function of"),
     ({"tools": SHORT, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "a function of 'tools'"),
     ({"tool_choice": "required"}, "tool_choice", "only allowed with 'tools'"),

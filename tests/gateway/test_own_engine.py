@@ -162,6 +162,121 @@ def test_completions_tell_their_token_ids_if_asked(make_gateway):
     assert told.json()["usage"]["completion_tokens"] == sum(len(one["token_ids"]) for one in told.json()["choices"])
 
 
+def test_min_p_and_a_least_length_are_the_decoding_loop_s(target, lookup, make_gateway):
+    """They were refused. Without the end token, a minimum length would not show: the answer stops at a stop token."""
+    prompt = target.tokenizer.encode(PROMPTS[0])
+    likely = Sampling(1.0, 0, 1.0, min_p=0.2)
+    (free,) = decode(Engine(target), [Request(prompt, likely, 24, 3)])
+    stop = free.output_ids[2]
+    ends = target.eos_ids | {stop}
+    asked = Request(prompt, likely, 24, 3, frozenset({stop}), adjustment=Adjustment(least=6, ends=ends))
+    (expected,) = decode(Engine(target), [asked])
+    body = {"prompt": prompt, "max_tokens": 24, "seed": 3, "min_p": 0.2, "return_token_ids": True}
+    sent = {"stop_token_ids": [stop], "min_tokens": 6}
+    answers = make_gateway(Fixed.of(lookup)).ask(COMPLETIONS, body, body | sent)
+    assert [one.json()["choices"][0]["token_ids"] for one in answers] == [free.output_ids, expected.output_ids]
+    assert stop not in expected.output_ids[:6]
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_stop_token_ends_the_text(target, make_gateway, shown):
+    """As in vLLM it counts as a token, and its text is only shown if that is asked for."""
+    prompt = target.tokenizer.encode(PROMPTS[0])
+    (free,) = decode(Engine(target), [Request(prompt, GREEDY, 24)])
+    stop = free.output_ids[5]
+    ids = free.output_ids[: free.output_ids.index(stop) + 1]
+    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "stop_token_ids": [stop], "return_token_ids": True}
+    (response,) = make_gateway().ask(COMPLETIONS, body | {"include_stop_str_in_output": shown})
+    (choice,) = response.json()["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == (ids, "stop")
+    assert choice["text"] == target.tokenizer.decode(ids if shown else ids[:-1], skip_special_tokens=True)
+    assert response.json()["usage"]["completion_tokens"] == len(ids)
+
+
+def test_a_text_with_its_stop_string_and_a_least_length(make_gateway):
+    gateway = make_gateway()
+    body = {"prompt": "SELECT", "max_tokens": 24, "temperature": 0}
+    (plain,) = gateway.ask(COMPLETIONS, body)
+    text = plain.json()["choices"][0]["text"]
+    stop = text[3:5]
+    shown, long = gateway.ask(
+        COMPLETIONS, body | {"stop": stop, "include_stop_str_in_output": True}, body | {"stop": stop, "min_tokens": 23}
+    )
+    assert shown.json()["choices"][0]["text"] == text[: text.index(stop) + 2]
+    assert long.json()["usage"]["completion_tokens"] >= 23
+
+
+def test_load_tests_pay_nothing_for_a_least_length(make_gateway, monkeypatch):
+    """Clients send it with ignore_eos. On a GPU an adjustment would keep the rounds on the host."""
+    gateway, asked = make_gateway(), []
+    submit = gateway.thread.submit
+    monkeypatch.setattr(gateway.thread, "submit", lambda one: asked.append(one) or submit(one))
+    (response,) = gateway.ask(CHAT, chat(min_tokens=24, ignore_eos=True))
+    assert response.json()["usage"]["completion_tokens"] == 24 and not asked[0].request.edits_logits
+
+
+def prompt_scores(target, ids):
+    """Log probabilities [n − 1] of all tokens of a prompt but the first, and the likeliest tokens."""
+    rows = torch.stack([target.prefill([ids[:end]], target.new_cache(1, end))[0][0] for end in range(1, len(ids))])
+    rows = rows.float().log_softmax(-1)
+    return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist(), rows.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_an_echo_has_the_log_probabilities_of_the_prompt(target, lookup, make_gateway, monkeypatch, drafts):
+    """lm-evaluation-harness compares the choices of a question by them. The prompts are read in parts of 4."""
+    monkeypatch.setattr(engine_thread, "PART", 4)
+    prompts = [target.tokenizer.encode(prompt) for prompt in PROMPTS[:2]]
+    body = {"prompt": prompts, "max_tokens": 1, "temperature": 0, "logprobs": 1, "n": 2}
+    gateway = make_gateway(Fixed.of(lookup if drafts else None))
+    (plain,) = gateway.ask(COMPLETIONS, body)
+    for _again in (False, True):  # also if the prefix cache knows the prompts
+        echoed, streamed = gateway.ask(
+            COMPLETIONS, body | {"echo": True}, body | {"echo": True, "stream": True, "n": 1}
+        )
+        choices = echoed.json()["choices"]
+        for choice, answer in zip(choices, plain.json()["choices"], strict=True):
+            ids = prompts[choice["index"] // 2]
+            scores, best = prompt_scores(target, ids)
+            found = choice["logprobs"]
+            assert choice["text"] == target.tokenizer.decode(ids) + answer["text"]
+            assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+            assert found["token_logprobs"][1:-1] == pytest.approx(scores, abs=1e-3)
+            assert found["token_logprobs"][-1] == pytest.approx(answer["logprobs"]["token_logprobs"][0], abs=1e-3)
+            tops = zip(found["token_logprobs"][1:-1], found["top_logprobs"][1:-1], strict=True)
+            greedy = [one == token for one, token in zip(best, ids[1:], strict=True)]
+            assert [one == max(top.values()) for one, top in tops] == greedy
+            assert found["text_offset"][:2] == [0, len(found["tokens"][0])]
+        for index in range(2):
+            parts = [one for event in pieces(streamed.text) for one in event["choices"] if one["index"] == index]
+            assert "".join(one["text"] for one in parts) == choices[2 * index]["text"]
+            told = [one for part in parts for one in part["logprobs"]["token_logprobs"]]
+            assert told[1:] == pytest.approx(choices[2 * index]["logprobs"]["token_logprobs"][1:], abs=1e-3)
+    assert echoed.json()["usage"] == plain.json()["usage"]
+
+
+def test_an_echo_without_an_answer(make_gateway):
+    gateway = make_gateway()
+    body = {"prompt": "SELECT name", "max_tokens": 0, "echo": True}
+    scored, plain, one = gateway.ask(COMPLETIONS, body | {"logprobs": 0}, body, body | {"prompt": [40], "logprobs": 0})
+    for response in (scored, plain):
+        (choice,) = response.json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("SELECT name", "length")
+        assert response.json()["usage"]["completion_tokens"] == 0
+    found = scored.json()["choices"][0]["logprobs"]
+    assert len(found["token_logprobs"]) == 2 and found["top_logprobs"] is None
+    assert one.json()["choices"][0]["logprobs"]["token_logprobs"] == [None]
+    assert not gateway.thread.open
+
+
+def test_a_prompt_that_cannot_be_read_fails_alone(make_gateway, monkeypatch):
+    gateway = make_gateway()
+    body = {"prompt": "SELECT name", "max_tokens": 1, "echo": True, "temperature": 0}
+    monkeypatch.setattr(engine_thread.PromptLogprobs, "read", lambda *rest: 1 / 0)
+    bad, good = gateway.ask(COMPLETIONS, body | {"logprobs": 1}, body)
+    assert (bad.status_code, good.status_code) == (500, 200) and not gateway.thread.open
+
+
 def test_stop_strings_cut_the_text_and_free_the_slot(make_gateway):
     gateway = make_gateway()
     (plain,) = gateway.ask(CHAT, chat(temperature=0))

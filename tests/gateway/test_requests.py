@@ -84,7 +84,10 @@ FIELDS = {
     "logit_bias": [{"x": 1}, {"-1": 1}, {"3": 101}, {"999999999": 1}, {"3": "x"}, [3]],
     "presence_penalty": [2.5, "x"],
     "frequency_penalty": [-2.5],
-    "min_p": [0.05],
+    "min_p": [1.5, -0.1, "x"],
+    "min_tokens": [-1, 2, "x"],
+    "stop_token_ids": [["x"], [-1], [10**8], 3],
+    "include_stop_str_in_output": ["x"],
     "response_format": [{"type": "yaml"}, "json_object", {"type": "json_schema"}],
 }
 
@@ -148,7 +151,12 @@ def test_invalid_prompts_are_refused(send, prompt):
         ({"prompt": "x", "stop": [""]}, "stop.0", "at least 1 character"),
         ({"prompt": "x", "stop": "x" * 1025}, "stop", "at most 1024 characters"),
         ({"prompt": "x", "str": 1}, "str", "Unrecognized"),
-        ({"prompt": "x", "echo": True}, "echo", "leave it out"),
+        ({"prompt": "x", "echo": 1}, "echo", "boolean"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens", "only with 'echo'"),
+        ({"prompt": "x", "min_tokens": 17}, "min_tokens", "at most the limit of new tokens, 16"),
+        ({"prompt": "x", "stop_token_ids": [10**8]}, "stop_token_ids", "must be below"),
+        ({"prompt": "x", "prompt_logprobs": 1}, "prompt_logprobs", "leave it out"),
+        ({"prompt": "x", "bad_words": ["x"]}, "bad_words", "leave it out"),
     ],
 )
 def test_messages_name_the_fault_that_matters(send, body, param, message):

@@ -57,6 +57,21 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(target, decode, stops):
         assert (stream.stopped in stops) == bool(found) and stream.used <= len(ids)
 
 
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_a_stop_string_may_end_the_text_late_and_be_shown(target, decode, size):
+    """A stop string that is complete within the least number of tokens does not count, even if a longer one does."""
+    ids = target.tokenizer.encode("one two three four two five", add_special_tokens=False)
+    pieces = [target.tokenizer.decode([id]) for id in ids]
+    least = pieces.index(" two") + 1
+    for shows, expected in ((False, "one two three four "), (True, "one two three four two")):
+        stream, parts = TextStream(decode, ["two", "four two five six"], least, shows), []
+        for at in range(0, len(ids), size):
+            parts.append(stream.add(ids[at : at + size]))
+            if stream.stopped:
+                break
+        assert "".join([*parts, stream.finish()]) == expected == stream.text and stream.used == len(ids) - 1
+
+
 def test_tokens_after_a_stop_string_are_not_counted(target, decode):
     ids = target.tokenizer.encode("one two three four", add_special_tokens=False)
     stream = TextStream(decode, ["two"])
