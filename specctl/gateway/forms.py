@@ -4,9 +4,10 @@ A tool call has the form that `tool_calls` reads. JSON schemas are checked by ll
 """
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
+
+import llguidance
 
 from specctl.gateway.openai_requests import TextsRequest
 from specctl.gateway.tool_calls import MARKS
@@ -37,7 +38,7 @@ def _answer(asked: TextsRequest) -> str | None:
     form = asked.structured_outputs
     if form is not None and form.choice is not None:
         return " | ".join(map(_literal, form.choice))
-    return None if form is None or form.regex is None else _regex(form.regex)
+    return None if form is None or form.regex is None else f"/{llguidance.regex_to_lark(form.regex)}/"
 
 
 def _calls(tools: list[dict[str, Any]], opening: str, closing: str) -> dict[str, str]:
@@ -58,9 +59,3 @@ def _json(schema: dict[str, Any]) -> str:
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _regex(expression: str) -> str:
-    """A regular expression between slashes, with those inside escaped."""
-    escaped = re.sub(r"\\.|/", lambda found: found[0] if len(found[0]) > 1 else r"\/", expression, flags=re.DOTALL)
-    return f"/{escaped}/".replace("\n", r"\n")
