@@ -69,11 +69,11 @@ class OwnEngine:
         self._check_model(asked)
         prompts = await self._prompts(asked)
         constraint = await self._constraint(asked)
-        self._check_room(len(prompts) * asked.n)
         channel = Channel()
         generations = self._generations(asked, prompts, constraint, channel)
         if isinstance(asked, CompletionRequest) and asked.echo:
             await asyncio.get_running_loop().run_in_executor(self._tokenizing, self._echo, asked, generations)
+        self._check_room(len(generations))
         usage = Usage(sum(map(len, prompts)))
         self.meter.prompt_tokens.inc(usage.prompt)
         form = AnswerFormat(
