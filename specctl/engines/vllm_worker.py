@@ -398,9 +398,13 @@ def _of_target(name: str, tensor: Any, shared: Mapping[str, Any]) -> bool:
     part = next((part for part in name.split(".") if part in shared), None)
     if part is None:
         return False
-    there = shared[part].weight
-    rows = there[: len(tensor)].cpu()  # engines pad vocabularies
-    if rows.shape != tensor.shape or not bool((rows == tensor.to(rows.dtype)).all()):
+    slice_of = getattr(
+        shared[part], "shard_indices", None
+    )  # with tensor parallelism each worker has a part of the rows
+    first = slice_of.org_vocab_start_index if slice_of is not None else 0
+    own = tensor[first:][: len(shared[part].weight)]
+    rows = shared[part].weight[: len(own)].cpu()  # engines pad vocabularies
+    if rows.shape != own.shape or not bool((rows == own.to(rows.dtype)).all()):
         raise DrafterMismatch(
             f"it contains a different {name}, but this engine drafts with the target's: export it without {name}"
         )

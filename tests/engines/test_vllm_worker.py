@@ -136,6 +136,17 @@ def test_shared_target_weights_are_never_overwritten(worker):
     assert worker.model.embed_tokens is worker.target.embed_tokens
 
 
+def test_a_worker_compares_its_part_of_the_targets_embedding(worker):
+    """With tensor parallelism every export with `embed_tokens` was refused. The last part has padding."""
+    table, part = torch.arange(24.0).view(6, 4), worker.target.embed_tokens
+    part.shard_indices = SimpleNamespace(org_vocab_start_index=4)
+    part.weight.data = torch.cat((table[4:], torch.zeros(2, 4)))
+    vllm_worker._load(worker, weights(1) | {"model.embed_tokens.weight": table})
+    for wrong in (table.flip(0), table[:, :2]):
+        with pytest.raises(DrafterMismatch, match="a different"):
+            vllm_worker._load(worker, weights(2) | {"model.embed_tokens.weight": wrong})
+
+
 def test_the_module_imports_no_heavy_packages():
     """vLLM's environment may lack specctl's requirements."""
     code = f"import sys, specctl.engines.vllm_worker; print([name for name in {HEAVY} if name in sys.modules])"
