@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import torch.distributed as dist
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -82,14 +81,6 @@ def check_same(recipe: TrainRecipe, path: Path, there: RunState, now: RunState) 
 
 def directory(output: Path) -> Path:
     return output.with_name(output.name + TRAINING)
-
-
-def save(root: Path, engine: Any, step: int, state: dict[str, Any], *, keep: int) -> None:
-    """Save the engine and `state` (all ranks call this); the `keep` newest checkpoints stay."""
-    tensors = portable_state.collect(engine)
-    if dist.get_rank() == 0:
-        save_tensors(root, step, state, tensors, keep=keep)
-    dist.barrier()
 
 
 def add_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

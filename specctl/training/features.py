@@ -10,25 +10,25 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import SlotBatch
 from specctl.drafters.feature.ttt_attention import Layout, ranges
-from specctl.errors import Interrupted, SpecctlError, UsageError
+from specctl.errors import SpecctlError, UsageError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
 from specctl.training.example import Author, Example
 from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose_mode, fp8_share, free_bytes
 from specctl.training.prefetch import PinnedCopies, Prefetcher
+from specctl.training.ranks import ends_together, over_ranks
 
 if TYPE_CHECKING:
     from specctl.training.feature_stream import FeatureStream
@@ -139,22 +139,8 @@ class FeatureStore:
         if mode != "online" and self.target.device.type == "cuda":
             self.reader = Prefetcher(lambda index: self.kept[index], PinnedCopies(self.target.device))
 
-    @contextmanager
-    def _ends_together(self) -> Iterator[None]:
-        """Wait for all ranks at the end of a block. If one of them fails or is interrupted, all end: the others would
-        wait for it until their job is killed, and a killed job does not go back into the queue."""
-        error: SpecctlError | None = None
-        try:
-            yield
-        except SpecctlError as failure:
-            if self.target.part.count > 1:  # the other ranks are in the middle of a forward
-                raise
-            error = failure
-        interrupted, failed = over_ranks([isinstance(error, Interrupted), error is not None], self.target.device)
-        if error is not None:
-            raise error
-        if failed:
-            raise SystemExit(Interrupted.exit_code if interrupted == failed else SpecctlError.exit_code)
+    def _ends_together(self) -> AbstractContextManager[None]:
+        return ends_together(self.target.device, self.target.part.count)
 
     def open_stream(
         self, examples: list[Example], recipe: FeatureRecipe, upcoming: Iterator[Example], processes: int
@@ -347,14 +333,6 @@ def _missing(files: FeatureFiles, number: int) -> bool:
     """Whether a shard has to be computed. The check reads the whole shard, so it looks for interrupts first."""
     interrupts.check()
     return not files.is_intact(number)
-
-
-def over_ranks(values: list[int], device: torch.device) -> list[int]:
-    """Sum each of `values` over all ranks."""
-    total = torch.tensor(values, dtype=torch.int64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return total.tolist()
 
 
 def slot_batch(

@@ -30,7 +30,7 @@ from specctl.families import FAMILIES
 from specctl.progress import Progress, interrupts, log, track, warn
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.runs import Run, make_dir, remove_leftovers
-from specctl.training import checkpoint
+from specctl.training import checkpoint, portable_state
 from specctl.training.adapters import use_all, with_adapters
 from specctl.training.balancing import Batch, balanced_rows, batches, drop_seen, rebalance, texts_by_rank
 from specctl.training.checkpoint import RunState, check_same
@@ -51,6 +51,7 @@ from specctl.training.outcome import (
     recipe_hash,
 )
 from specctl.training.pieces import Cut
+from specctl.training.ranks import ends_together
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.trainable import TrainableDrafter, make_trainable
 
@@ -175,7 +176,6 @@ class Trainer:
                 last = self.schedule.ended(at.step, at.seconds)
                 if at.step % recipe.eval.every == 0 or last:
                     self._evaluate()
-                    dist.barrier()
                 stopping = bool(self.max_over_ranks(interrupts.requested()))
                 if at.step % recipe.checkpoint.every == 0 or last or stopping:
                     self.save()
@@ -271,8 +271,9 @@ class Trainer:
         mine, texts = self._local_share(chosen)
         # Seeded by step and rank: a resumed run draws the same dropout and noise as an uninterrupted run.
         torch.manual_seed(self.recipe.data.seed + 2**16 * (self.state.step * self.world + self.rank))
-        batch = self.trainable.batch(texts, self.state.step)
-        self._prefetch()
+        with ends_together(self.target.device):  # features from a disk or a server may fail
+            batch = self.trainable.batch(texts, self.state.step)
+            self._prefetch()
         total, weight, steps = self.trainable.loss(self.engine, batch)
         if not mine:
             total, weight, steps = total * 0, weight * 0, [(a * 0, b * 0) for a, b in steps]
@@ -347,18 +348,23 @@ class Trainer:
             self._evaluate_expected()
             return
         tensors = weights(self.engine)
-        if self._decodes:
-            at = self.state
-            if not self.corpus.selection_prompts:  # no prompts to choose by: keep the latest weights
-                self._write(tensors)
-                return
-            drafter = self.trainable.drafter(tensors)
-            mat, acceptance = held_out_acceptance(self.recipe, self.target, self.corpus.selection_prompts, drafter)
-            self.run.metrics(step=at.step, mat=mat, acceptance_by_position=acceptance)
-            self.trackers.log(at.step, mat=mat)
-            if mat > at.best_mat:
-                at.best_mat = mat
-                self._write(tensors)
+        with ends_together(self.target.device, self.target.part.count):
+            if self._decodes:
+                self._keep_if_best(tensors)
+
+    def _keep_if_best(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Measure mat with these weights on held-out prompts, and write the drafter if it is the best yet."""
+        at = self.state
+        if not self.corpus.selection_prompts:  # no prompts to choose by: keep the latest weights
+            self._write(tensors)
+            return
+        drafter = self.trainable.drafter(tensors)
+        mat, acceptance = held_out_acceptance(self.recipe, self.target, self.corpus.selection_prompts, drafter)
+        self.run.metrics(step=at.step, mat=mat, acceptance_by_position=acceptance)
+        self.trackers.log(at.step, mat=mat)
+        if mat > at.best_mat:
+            at.best_mat = mat
+            self._write(tensors)
 
     @property
     def _decodes(self) -> bool:
@@ -371,17 +377,18 @@ class Trainer:
         if self.held_out is not None:
             choosing, reporting = self.held_out.measure(self.engine, self.rank, self.world)
         tensors = weights(self.engine)
-        if self.rank:
-            return
-        if math.isnan(choosing.mat):
-            self._write(tensors)
-            return
-        self.run.metrics(step=at.step, expected_mat=choosing.mat, expected_acceptance_by_position=choosing.acceptance)
-        self.trackers.log(at.step, expected_mat=choosing.mat)
-        if choosing.mat > at.best_expected:
-            at.best_expected = choosing.mat
-            at.reported_expected = 0.0 if math.isnan(reporting.mat) else reporting.mat
-            self._write(tensors)
+        with ends_together(self.target.device):
+            if math.isnan(choosing.mat):
+                self._write(tensors)
+                return
+            self.run.metrics(
+                step=at.step, expected_mat=choosing.mat, expected_acceptance_by_position=choosing.acceptance
+            )
+            self.trackers.log(at.step, expected_mat=choosing.mat)
+            if choosing.mat > at.best_expected:
+                at.best_expected = choosing.mat
+                at.reported_expected = 0.0 if math.isnan(reporting.mat) else reporting.mat
+                self._write(tensors)
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
         """Write the drafter with these weights (first process only)."""
@@ -399,9 +406,10 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of weights, optimizer and progress; all processes call this."""
         self.state.run, self.state.metrics = str(self.run.dir.absolute()), self.run.metrics_size
-        checkpoint.save(
-            self.checkpoints, self.engine, self.state.step, asdict(self.state), keep=self.recipe.checkpoint.keep
-        )
+        tensors, keep = portable_state.collect(self.engine), self.recipe.checkpoint.keep
+        with ends_together(self.target.device):
+            if self.rank == 0:
+                checkpoint.save_tensors(self.checkpoints, self.state.step, asdict(self.state), tensors, keep=keep)
 
     def _measured(self) -> tuple[float, list[float]]:
         """Return mat and acceptance by position of the kept drafter on the prompts that did not choose it. Save the mat

@@ -141,15 +141,16 @@ def stand_ins(place, **programs):
     """Return the environment of a two-node job, with stand-ins for Slurm and for `programs` (name, shell body).
 
     As in Slurm, a task has one core unless srun is told, and a number of tasks in the job's environment wins over
-    --ntasks-per-node.
+    --ntasks-per-node. A signal goes to all processes of a task.
     """
-    programs |= {
+    programs = {
         "srun": 'tasks=$SLURM_NTASKS\nwhile [ "${1#--}" != "$1" ]; do\n'
         '[ "${1%=*}" = --ntasks ] && tasks=${1#*=}\nshift\ndone\n'
         "export SLURM_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-1} SLURM_STEP_NUM_TASKS=$tasks SLURM_NTASKS=$tasks\n"
-        'SLURM_PROCID=3 SLURM_LOCALID=3 exec "$@"',
+        'set -m\nSLURM_PROCID=3 SLURM_LOCALID=3 "$@" &\n'
+        'task=$!\ntrap "kill -- -$task" TERM\nwait $task\nwait $task',
         "scontrol": f'[ "$1" = show ] && printf "node1\\nnode2\\n" || echo "$@" >> {place}/requeued',
-    }
+    } | programs
     for name, body in programs.items():
         program = place / "bin" / name
         program.parent.mkdir(exist_ok=True)
@@ -213,6 +214,28 @@ def test_the_tasks_of_a_slurm_step(tmp_path):
     assert distil.startswith(f"distill - 4 8 8 {token} ") and "--shard 3/8 " in distil
     assert train.startswith(f"train-drafter 8 4 8 8 {token} ")
     assert "zero_stage=2" in plan.split() and "zero_stage=2" in train.split()
+
+
+@pytest.mark.parametrize("code", [1, 75])
+def test_a_failed_process_ends_the_training_step(tmp_path, code):
+    """The others of a process that failed waited for it for half an hour. A process that has saved still ends alone."""
+    srun = """while [ "${1#--}" != "$1" ]; do [ "${1%=*}" = --kill-on-bad-exit ] && bad=${1#*=}; shift; done
+set -m
+export SLURM_LOCALID=0 SLURM_STEP_NUM_TASKS=2
+SLURM_PROCID=0 "$@" &
+SLURM_PROCID=1 "$@"
+code=$?
+[ $code -ne 0 ] && [ $bad -eq 1 ] && kill -KILL -- -$!
+wait $!
+other=$?
+exit $((code > other ? code : other))"""
+    waits = "sleep 100" if code == 1 else f"sleep 0.5; touch {tmp_path}/saved; exit 75"
+    specctl = f'[[ "$1" = distill || "$*" = *--dry-run* ]] && exit\n[ $RANK = 1 ] && exit {code}\n{waits}'
+    environment = stand_ins(tmp_path, srun=srun, specctl=specctl) | {"WORK": str(tmp_path / "work")}
+    script = shipped()["slurm/train-drafter"]
+    done = subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, timeout=90)
+    assert (done.returncode == 75) == (code == 75) and done.returncode, done.stderr
+    assert (tmp_path / "requeued").exists() == (tmp_path / "saved").exists() == (code == 75)
 
 
 def test_the_slurm_stream_script_starts_engines_and_trainers(specctl, hub_cache, distilled, tmp_path):

@@ -21,7 +21,7 @@ from specctl.errors import CheckpointError, Interrupted, SpecctlError, UsageErro
 from specctl.progress import interrupts
 from specctl.recipe import DrafterRecipe, FeatureRecipe
 from specctl.runs import Run
-from specctl.training import feature_files, features, loop
+from specctl.training import feature_files, features, loop, ranks
 from specctl.training.example import Example
 from specctl.training.feature_files import GB, choose_mode
 from specctl.training.features import FeatureStore, slot_batch
@@ -121,16 +121,14 @@ def test_every_mode_trains_the_same_and_a_stopped_run_resumes(distilled, target,
 def test_all_ranks_end_when_one_of_them_ends(target, examples, tmp_path, monkeypatch, mode, others, ends):
     """A rank that had computed its features waited for a rank that a signal had stopped, until Slurm killed the job
     and did not queue it again. This process plays one rank, and `others` are the counts of the rest."""
-    total, compute, sums = features.over_ranks, FeatureStore.compute, []
+    total, compute, sums = ranks.over_ranks, FeatureStore.compute, []
 
     def over_ranks(values, device):
-        if isinstance(values[0], bool):
-            sums.append(values)
-            computed = len(sums) == (2 if mode == "memory" else 3)
-            values = [a + b for a, b in zip(values, others, strict=True)] if computed else values
-        return total(values, device)
+        sums.append(values)
+        computed = len(sums) == (2 if mode == "memory" else 3)
+        return total([a + b for a, b in zip(values, others, strict=True)] if computed else values, device)
 
-    monkeypatch.setattr(features, "over_ranks", over_ranks)
+    monkeypatch.setattr(ranks, "over_ranks", over_ranks)
     with pytest.raises(SystemExit) if ends else nullcontext() as left:
         FeatureStore(target, TAPS).prepare(examples[:2], FeatureRecipe(mode=mode), tmp_path)
     assert ends is None or left.value.code == ends
@@ -256,8 +254,6 @@ def in_turn(target, examples, monkeypatch):
             pass
 
         def note(values, device):
-            if isinstance(values[0], bool):  # whether this rank ends
-                return values
             found.append(values)
             raise Found
 
@@ -266,7 +262,7 @@ def in_turn(target, examples, monkeypatch):
             with pytest.raises(Found):
                 store.prepare(examples, recipe, place, homes, rank)
         sums = [sum(column) for column in zip(*found, strict=True)]
-        monkeypatch.setattr(features, "over_ranks", lambda own, device: own if isinstance(own[0], bool) else sums)
+        monkeypatch.setattr(features, "over_ranks", lambda own, device: sums)
         monkeypatch.setattr(
             feature_files.FeatureFiles, "check_visible", lambda self, numbers: None
         )  # other ranks have not written yet

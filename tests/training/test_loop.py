@@ -30,7 +30,7 @@ from specctl.recipe import (
     TargetRecipe,
 )
 from specctl.runs import Run
-from specctl.training import loop
+from specctl.training import loop, ranks
 from specctl.training.data import load_corpus
 from specctl.training.features import FeatureStore
 from specctl.training.outcome import held_out_acceptance
@@ -349,6 +349,28 @@ def poison(monkeypatch, change):
         return (change(total) if self.state.step == 2 else total), weight, steps
 
     monkeypatch.setattr(loop.Trainer, "forward", poisoned)
+
+
+@pytest.mark.parametrize(
+    ("fails", "place"),
+    [
+        ("batch", "specctl.training.trainable.TrainableHead"),
+        ("save_tensors", "specctl.training.checkpoint"),
+        ("held_out_acceptance", "specctl.training.loop"),
+    ],
+)
+def test_the_others_are_told_of_a_rank_that_fails_alone(distilled, tmp_path, monkeypatch, fails, place):
+    """A rank with a full disk or damaged features ended by itself, and the others waited for it for half an hour."""
+    sums, total = [], ranks.over_ranks
+    monkeypatch.setattr(ranks, "over_ranks", lambda values, device: sums.append(values) or total(values, device))
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"{place}.{fails}", full)
+    with pytest.raises(OSError, match="No space"):
+        train(recipe(distilled, tmp_path, max_steps=1), tmp_path)
+    assert sums[-1] == [False, True]
 
 
 def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypatch):
