@@ -243,8 +243,23 @@ def _training(recipe: TrainRecipe, held_out: tuple[int, int] | None) -> list[str
     return [
         f"train {recipe.arch} {start}for {until} with {recipe.optimizer_type} and ZeRO stage {recipe.zero_stage}",
         *([f"train texts of more than {longest} tokens in pieces of at most {longest}"] if longest else []),
+        *_readers(recipe),
         *_checks(recipe, held_out),
     ]
+
+
+def _readers(recipe: TrainRecipe) -> list[str]:
+    """Return a line if no engine can read the head, as far as the target's configuration is on this machine."""
+    from specctl.decoding.models.loading import DTYPES
+    from specctl.training.readers import unread
+    from specctl.training.target_outline import Outline
+
+    config = checks.target_config(recipe.target)
+    if config is None or recipe.init is not None:
+        return []
+    module = Outline.of(config, DTYPES["bf16"]).drafter(recipe)
+    reason = unread(recipe.arch, module, recipe.target.name, config.get_text_config())
+    return [reason] if reason else []
 
 
 def _checks(recipe: TrainRecipe, held_out: tuple[int, int] | None) -> list[str]:

@@ -52,6 +52,7 @@ from specctl.training.outcome import (
 )
 from specctl.training.pieces import Cut
 from specctl.training.ranks import ends_together
+from specctl.training.readers import unread
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.trainable import TrainableDrafter, make_trainable
 
@@ -95,6 +96,8 @@ def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
     corpus = load_corpus(recipe, target, adapters)
     rank, world = start_processes(target.device)
     trainable = make_trainable(recipe, target, corpus)
+    if recipe.init is None and (reason := unread(recipe.arch, trainable.module, target.name, target.config)):
+        warn(reason)
     cut = Cut.of(recipe, trainable.module)
     if cut is not None:
         corpus = cut.corpus(corpus)

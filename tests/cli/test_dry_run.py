@@ -285,6 +285,13 @@ def test_the_plan_prints_the_command_of_a_feature_server(specctl, options, ids):
     assert any("request the target's hidden states from http://h:1" in step for step in steps) == (len(ids) == 1)
 
 
+def test_the_plan_tells_that_no_engine_will_read_the_head(specctl, tiny_directory):
+    """The last tap of a target of three layers is its last state. Only the export refused that, after the training."""
+    says = "no engine will read this head: the head taps hidden_states [1, 2, 3]"
+    assert says in specctl.ok("train-drafter", "--target", tiny_directory("llama"), "--dry-run").out
+    assert says[:20] not in specctl.ok("train-drafter", "--dry-run").out
+
+
 def test_the_plan_tells_what_is_lost_without_target_layers(specctl, tmp_path):
     options = ["--domain", "sql", "features.mode=server", "--dry-run", "--json"]
     whole, ends = (

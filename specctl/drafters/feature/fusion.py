@@ -189,7 +189,7 @@ def fusion_shape(recipe: DrafterRecipe, target: Target) -> dict[str, Any]:
 
 def default_taps(layers: int) -> tuple[int, ...]:
     """EAGLE-3's choice, hidden_states[2], [n//2], [n−3]. A shallower target gets states between its first and its last
-    layer, because engines provide no others. A target of three layers has only two such states."""
+    layer, because engines provide no others. A target of up to three layers has fewer than three such states."""
     if layers >= 7:
         return (2, layers // 2, layers - 3)
-    return (1, layers // 2, layers - 1) if layers >= 4 else (max(1, layers // 3), max(1, 2 * layers // 3), layers)
+    return (1, layers // 2, layers - 1) if layers >= 4 else tuple(range(1, layers + 1))
