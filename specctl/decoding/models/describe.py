@@ -13,7 +13,7 @@ from specctl.decoding.models.loading import (
     load_tokenizer,
     pick_device,
 )
-from specctl.decoding.models.supported import context_limit, engine_only_reason, ropes, window_size
+from specctl.decoding.models.supported import context_limit, engine_only_reason, quantisation, ropes, window_size
 from specctl.decoding.target_text import eos_ids
 from specctl.errors import CheckpointError
 
@@ -67,8 +67,10 @@ def path_of(config) -> tuple[str, str]:
     reason = engine_only_reason(config)
     if reason is not None:
         return "engine", reason
-    reason = lean.unsupported_reason(config)
-    return ("transformers", reason) if reason else ("lean", f"{config.model_type} is covered by the lean step")
+    if reason := lean.reason_here(config):
+        return "transformers", reason
+    fp8 = ", and its fp8 weights are dequantized" if quantisation(config) is not None else ""
+    return "lean", f"{config.model_type} is covered by the lean step{fp8}"
 
 
 def describe(name: str, label: str | None = None) -> Description:

@@ -24,7 +24,7 @@ from specctl.decoding.models.model import PREFILL_ROWS
 from specctl.decoding.models.native import PRODUCTS, fits, native_step
 from specctl.decoding.models.native import ROWS as NATIVE_ROWS
 from specctl.decoding.models.parallel import WHOLE, Slice
-from specctl.decoding.models.supported import DENSE, context_limit, ropes, window_size
+from specctl.decoding.models.supported import DENSE, FP8, context_limit, quantisation, ropes, window_size
 from specctl.decoding.paged import PagedCache
 from specctl.decoding.pages import PagePool, PoolLayout
 from specctl.decoding.plan import Plan
@@ -35,6 +35,7 @@ from specctl.kernels import native
 from specctl.kernels.native import GroupedWeights
 from specctl.kernels.self_check import LayerShape
 
+QUANTIZED = "quantized weights"  # a reason of `unsupported_reason`
 # Frequencies that depend on the sequence length do not fit into one table. Those of LongRoPE change only beyond the
 # original context, where sequences end (`context_limit`).
 DYNAMIC_ROPE = {"dynamic"}
@@ -54,8 +55,15 @@ def unsupported_reason(config) -> str | None:
     if rotated_dims(config) % 2 or head_dim_of(config) % 2:
         return "an odd number of rotated dimensions"
     if getattr(config, "quantization_config", None):
-        return "quantized weights"
+        return QUANTIZED
     return None
+
+
+def reason_here(config) -> str | None:
+    """`unsupported_reason` of the model that loading makes here: without a GPU `transformers` dequantizes fp8."""
+    reason = unsupported_reason(config)
+    kept = reason != QUANTIZED or quantisation(config).get("quant_method") != FP8 or torch.cuda.is_available()
+    return reason if kept else None
 
 
 def pick_target_dtype(dtype: str, device: torch.device, config) -> torch.dtype:
@@ -63,7 +71,7 @@ def pick_target_dtype(dtype: str, device: torch.device, config) -> torch.dtype:
 
     On a CPU, `auto` is bf16 also where the C++ step computes the target: it reads half as many bytes as in fp32.
     """
-    if dtype != "auto" or device.type != "cpu" or unsupported_reason(config) is not None:
+    if dtype != "auto" or device.type != "cpu" or reason_here(config) is not None:
         return pick_dtype(dtype, device)
     possible = fits(config.hidden_size, config.intermediate_size, head_dim_of(config))
     return torch.bfloat16 if possible and native.library() is not None else pick_dtype(dtype, device)

@@ -295,6 +295,8 @@ def load_model(
         )
         model, info = loaded
         supported.check_loaded(f"target {name}", model, info)
+        if supported.quantisation(config) is not None and supported.quantisation(model.config) is None:
+            model.to(dtype)  # dequantized weights are in bf16
         if source.device_map is None:
             model.to(device)
         if is_gguf(name):

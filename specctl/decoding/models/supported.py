@@ -25,6 +25,7 @@ ADAPTER = "adapter_config.json"
 SHOWN = 3  # names listed in a message
 REPORT = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 """Options of `from_pretrained` that make it report missing tensors, for `check_loaded`."""
+FP8 = "fp8"  # the `quant_method` of DeepSeek's and Qwen's fp8 checkpoints
 KV_CACHE_SCALES = ("k_scale", "v_scale")  # scales of a quantized KV cache: the weights are complete without them
 
 
@@ -204,16 +205,18 @@ def check_loaded(what: str, model: Any, info: Mapping[str, Any]) -> None:
 def check_headers(what: str, directory: Path | None, config: Any) -> None:
     """Run `check_loaded` on the headers of a causal LM's safetensors files, before any weight is read.
 
-    Does nothing if the model has no such files on this machine, is quantized (quantizers need their packages), or
-    cannot be built without weights. Loading then reports the error.
+    Does nothing if the model has no such files on this machine, or cannot be built without weights. Loading then
+    reports the error. Of a quantized model (quantizers need their packages) only the scales of fp8 are checked.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    if directory is None or quantisation(config) is not None:
-        return
-    files = weight_files(directory)
+    files = [] if directory is None else weight_files(directory)
     if not files or not all(file.is_file() and file.suffix == ".safetensors" for file in files):
+        return
+    if (quantized := quantisation(config)) is not None:
+        if quantized.get("quant_method") == FP8:
+            _check_scales(what, files)
         return
     try:
         with quiet():
@@ -223,6 +226,23 @@ def check_headers(what: str, directory: Path | None, config: Any) -> None:
     except Exception:  # files and architectures can make `transformers` raise anything
         return
     check_loaded(what, *loaded)
+
+
+def _check_scales(what: str, files: list[Path]) -> None:
+    """Raise CheckpointError unless every fp8 weight has its scale. `transformers` would multiply by the bare codes."""
+    from safetensors import safe_open
+
+    kinds: dict[str, str] = {}
+    for file in files:
+        with safe_open(file, "pt") as held:
+            kinds |= {name: held.get_slice(name).get_dtype() for name in list(held.keys())}
+    bare = sorted(one for one, kind in kinds.items() if kind.startswith("F8") and f"{one}_scale_inv" not in kinds)
+    if bare:
+        raise CheckpointError(
+            f"{what}: its files have no scales (…_scale_inv) of the fp8 weights {_some(bare)}",
+            "copy the weights again; if they were never scaled, delete quantization_config from config.json; engines "
+            "may read scales of other names",
+        )
 
 
 def _misfit(model: Any, info: Mapping[str, Any]) -> tuple[str, str] | None:
