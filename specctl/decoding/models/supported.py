@@ -211,7 +211,9 @@ def check_headers(what: str, directory: Path | None, config: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    files = [] if directory is None else weight_files(directory)
+    if directory is None:
+        return
+    files = weight_files(directory)
     if not files or not all(file.is_file() and file.suffix == ".safetensors" for file in files):
         return
     if (quantized := quantisation(config)) is not None:
