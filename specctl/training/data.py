@@ -93,11 +93,11 @@ def load_distilled(
     """Read distilled directories, in order. `adapters` maps each directory that an adapter of the target wrote to
     this adapter.
 
-    A prompt is held out if the hash of its id falls into the first `held_out` fraction, so adding data never changes
-    the split. At most `prompts` prompts are held out, spread evenly over the directories; all others are trained on. A
-    prompt that one directory holds out is not trained on in another: adapters may have answered the same prompts.
-    Among very few prompts there may be none to hold out; acceptance is then not measured. If all prompts would be held
-    out, all are trained on instead.
+    A prompt that the target can decode is held out if the hash of its id falls into the first `held_out` fraction, so
+    adding data never changes the split. At most `prompts` prompts are held out, spread evenly over the directories; all
+    others are trained on. A prompt that one directory holds out is not trained on in another: adapters may have
+    answered the same prompts. Among very few prompts there may be none to hold out; acceptance is then not measured. If
+    all prompts would be held out, all are trained on instead.
 
     Raises:
         DataError: no usable response.
@@ -129,7 +129,8 @@ def load_distilled(
             example = Example(len(examples), key, array("i", tokens), len(prompt.ids), **author._asdict())
             # A slot needs its next token and the target's distribution after that token: at least two response tokens.
             usable = example.response_length >= 2
-            if key in held or (share < held_out and len(aside) < quota and key not in trained):
+            decodes = 0 < len(prompt.ids) < target.context_length
+            if key in held or (decodes and share < held_out and len(aside) < quota and key not in trained):
                 held.add(key)
                 aside[key, author] = prompt
                 spared.setdefault((key, author), []).extend([example] * usable)

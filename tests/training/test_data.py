@@ -66,6 +66,17 @@ def test_held_out_prompts_are_not_trained_on(distilled, target):
     assert described <= trained and len(described) == min(len(trained), SAMPLE)
 
 
+@pytest.mark.parametrize("length", [0, 2048])
+def test_a_prompt_that_the_target_cannot_decode_is_not_held_out(distilled, target, monkeypatch, length):
+    """Logs have such prompts. The acceptance check refused them at the end of the training."""
+    rows = records(distilled, 12)
+    monkeypatch.setattr(data.store, "read", lambda directory: iter(rows))
+    options = dict(max_length=4096, held_out=0.5, prompts=4)
+    first = load_distilled([distilled], target, **options).held_out[0].ids
+    next(row for row in rows if row["prompt_ids"] == first)["prompt_ids"] = [5] * length
+    assert [5] * length not in [prompt.ids for prompt in load_distilled([distilled], target, **options).held_out]
+
+
 @pytest.mark.parametrize("directories", [1, 2, 3])
 @pytest.mark.parametrize("held_out", [1e-9, 0.1, 0.3, 0.5, 1 - 1e-9])
 def test_a_plan_counts_the_prompts_that_training_holds_out(distilled, target, monkeypatch, held_out, directories):
