@@ -26,7 +26,7 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
 
 
 def claims(found: HeadDirectory) -> bool:
-    fc = found.tensors.get("fc.weight")
+    fc = found.bare().tensors.get("fc.weight")
     return fc is not None and fc.dim() == 2 and fc.shape[1] == 2 * fc.shape[0]
 
 
@@ -34,9 +34,8 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     """A published head. Raises CheckpointError if ours cannot represent it, for example a bias that is not zero."""
     shape = llama.read_config(found, found.config, facts)
     notes = llama.check_vocabulary(found, found.config["vocab_size"], facts)
-    stripped = {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
     copies = {"embed_tokens.weight": facts.embedding, "lm_head.weight": facts.head_weight}
-    found = llama.without_copies(found.with_tensors(stripped), facts, copies)
+    found = llama.without_copies(found.bare(), facts, copies)
     size = shape["hidden_size"]
     layer = llama.layer_shapes(shape, size)
     tensors = llama.take_exactly(

@@ -131,8 +131,7 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
 
 def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int, ...], facts: TargetFacts) -> Head:
     """Read a head with its Llama keys in `config`, which taps hidden_states `taps`."""
-    found = found.with_tensors({name.removeprefix("model."): tensor for name, tensor in found.tensors.items()})
-    return read_layers(_with_one_norm(found), config, taps, facts)
+    return read_layers(_with_one_norm(found.bare()), config, taps, facts)
 
 
 def read_layers(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int, ...], facts: TargetFacts) -> Head:

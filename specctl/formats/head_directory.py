@@ -42,6 +42,10 @@ class HeadDirectory:
     def with_tensors(self, tensors: dict[str, Tensor]) -> HeadDirectory:
         return replace(self, tensors=tensors)
 
+    def bare(self) -> HeadDirectory:
+        """The same without the prefix `model.` in names of tensors, which some files have."""
+        return self.with_tensors({name.removeprefix("model."): tensor for name, tensor in self.tensors.items()})
+
     def without(self, names: Collection[str]) -> HeadDirectory:
         return self.with_tensors({name: tensor for name, tensor in self.tensors.items() if name not in names})
 

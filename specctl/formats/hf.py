@@ -46,7 +46,9 @@ def vocabulary_tensors(config: PretrainedConfig) -> set[str]:
 
 def claims(found: HeadDirectory) -> bool:
     kind = found.config.get("model_type")
-    return isinstance(kind, str) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "fc.weight" not in found.tensors
+    return (
+        isinstance(kind, str) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "fc.weight" not in found.bare().tensors
+    )
 
 
 def read(found: HeadDirectory, facts: TargetFacts) -> Head:

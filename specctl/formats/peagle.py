@@ -45,7 +45,7 @@ def tensors(head: Head) -> dict[str, Tensor]:
 
 
 def claims(found: HeadDirectory) -> bool:
-    return MASK in found.tensors
+    return MASK in found.bare().tensors
 
 
 def read(found: HeadDirectory, facts: TargetFacts) -> Head:
@@ -59,7 +59,7 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int,
     if type(mask) is not int or not 0 <= mask < facts.vocab_size:
         right = f"must be a token of target {facts.name}, below {facts.vocab_size}"
         raise found.invalid(TOKEN_KEYS[0], "missing" if mask is None else mask, right)
-    renamed = {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
+    renamed = found.bare().tensors
     own: dict[str, Tensor] = {}
     if llama.row_count(found.with_tensors(renamed), EMBEDDING) is not None:
         shipped = renamed[EMBEDDING]

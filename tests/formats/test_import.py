@@ -104,6 +104,12 @@ def test_other_spellings_give_the_same_head(head, make, target, tmp_path, change
     assert all(torch.equal(tensor, found.tensors[name]) for name, tensor in original.items())
 
 
+@pytest.mark.parametrize("family", ["eagle", "peagle"])
+def test_a_prefix_of_all_names_does_not_hide_the_format(head, target, tmp_path, family):
+    """An EAGLE head with the prefix was taken for a language model that lacks its embedding."""
+    assert import_head(head(family, change=names_with_prefix), target, tmp_path / "drafter").family == family
+
+
 def old_frequencies(config, tensors):
     tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
 
