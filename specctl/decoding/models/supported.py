@@ -236,6 +236,7 @@ def _check_scales(what: str, files: list[Path]) -> None:
 
     kinds: dict[str, str] = {}
     for file in files:
+        regular_files.check(file)
         with safe_open(file, "pt") as held:
             kinds |= {name: held.get_slice(name).get_dtype() for name in list(held.keys())}
     bare = sorted(one for one, kind in kinds.items() if kind.startswith("F8") and f"{one}_scale_inv" not in kinds)
