@@ -34,6 +34,7 @@ from specctl.subcommands import SUBCOMMANDS
 
 SCHEMA_VERSION = 1
 METRICS = "metrics.jsonl"
+RESOLVED = "recipe.resolved.yaml"
 PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700  # permissions if a run holds users' texts
 MOST_THREADS = 4096  # largest count of threads that is believed
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<pid>[1-9][0-9]{0,6})(-[0-9a-f]+)?\.tmp")
@@ -122,7 +123,7 @@ class Run:
             (self.dir / METRICS).unlink(missing_ok=True)
         resolved = {"command": self.command, **recipe.model_dump(mode="json")}
         text = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
-        self._write("recipe.resolved.yaml", text)
+        self._write(RESOLVED, text)
         about = {"schema_version": SCHEMA_VERSION, "command": self.command, **environment(self.seed)}
         self._write_json("run.json", about)
 

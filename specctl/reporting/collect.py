@@ -15,6 +15,7 @@ from specctl import regular_files
 from specctl.errors import RecipeError, SpecctlError, UsageError
 from specctl.recipe import yaml_file
 from specctl.reporting.tables import unusable_notes
+from specctl.runs import RESOLVED
 
 RUNS = Path("runs")
 MARKS = ("run.json", "result.json")
@@ -43,9 +44,9 @@ class RunRecord:
     def keys(self) -> dict[str, Any]:
         """Flatten the recipe to `{"sampling.seed": 0, …}`; empty if it cannot be read."""
         try:
-            return dict(flat(yaml_file.load(self.recipe, "recipe.resolved.yaml")[0]))
+            return dict(flat(yaml_file.load(self.recipe, RESOLVED)[0]))
         except RecipeError:
-            self.notes.append("recipe.resolved.yaml is not a recipe")
+            self.notes.append(f"{RESOLVED} is not a recipe")
             return {}
 
     def lines(self, name: str) -> Iterator[dict[str, Any]]:
@@ -119,7 +120,7 @@ def _read(directory: Path) -> RunRecord:
         inside = f"; for the runs inside: specctl report {directory}/*" if any(map(is_run, directory.iterdir())) else ""
         raise UsageError(f"{directory} is not a run directory: no {' or '.join(MARKS)}{inside}")
     info, result = (_object(directory / name) for name in MARKS)
-    recipe = directory / "recipe.resolved.yaml"
+    recipe = directory / RESOLVED
     run = RunRecord(
         dir=directory,
         command=str(result.get("command") or info.get("command") or "unknown"),

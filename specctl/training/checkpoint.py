@@ -22,12 +22,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl import regular_files
+from specctl.distillation.store import differences
 from specctl.drafters.checkpoint import TRAINING, read_json, untied_cpu_copies, write_tensors
-from specctl.errors import CheckpointError, UsageError, one_line
+from specctl.errors import CheckpointError, RecipeError, UsageError, one_line
 from specctl.progress import warn
-from specctl.recipe import TrainRecipe
-from specctl.runs import PRIVATE_DIRECTORY, atomic_write, make_dir, sha256, to_json
+from specctl.recipe import TrainRecipe, yaml_file
+from specctl.runs import PRIVATE_DIRECTORY, RESOLVED, atomic_write, make_dir, sha256, to_json
 from specctl.training import portable_state
+from specctl.training.outcome import deciding
 
 MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "state.safetensors"
 State = TypeVar("State")
@@ -64,7 +66,7 @@ def check_same(recipe: TrainRecipe, path: Path, there: RunState, now: RunState) 
     """Raise UsageError if a checkpoint belongs to another recipe, or if data, target or init have changed since."""
     if there.recipe != now.recipe:
         raise UsageError(
-            f"{path} was made with a different recipe",
+            f"{path} was made with a different recipe{_changes(recipe, Path(there.run))}",
             "resume with the original recipe, including its length, or start over with --overwrite",
         )
     names = {
@@ -77,6 +79,18 @@ def check_same(recipe: TrainRecipe, path: Path, there: RunState, now: RunState) 
             raise UsageError(
                 f"{names[key]} changed since {path} was made", "restore the original, or start over with --overwrite"
             )
+
+
+def _changes(recipe: TrainRecipe, run: Path) -> str:
+    """The settings in which `recipe` differs from the recipe of an earlier run, or "" if that run's files are gone."""
+    now = deciding(recipe)
+    try:
+        earlier = yaml_file.load(regular_files.read_text(run / RESOLVED), RESOLVED)[0]
+    except (OSError, ValueError, RecipeError):
+        return ""
+    there = {key: earlier.get(key) for key in now}
+    changed = "; ".join(differences(there, now))
+    return f": {changed}" if changed else ""
 
 
 def directory(output: Path) -> Path:

@@ -132,10 +132,12 @@ def input_digests(recipe: TrainRecipe, target: Target, corpus: Corpus) -> dict[s
     return digests | ({"init": checkpoint.fingerprint(recipe.init)} if recipe.init else {})
 
 
+def deciding(recipe: TrainRecipe) -> dict[str, Any]:
+    """All settings that decide the weights. Settings for recording, continuing, resources and the storage of features
+    are left out."""
+    return recipe.model_dump(mode="json", exclude={"resume", "overwrite", "output_dir", "log", "resources", "features"})
+
+
 def recipe_hash(recipe: TrainRecipe) -> str:
-    """16 hex digits over all settings that decide the weights. Settings for recording, continuing, resources and the
-    storage of features are left out."""
-    values: dict[str, Any] = recipe.model_dump(
-        mode="json", exclude={"resume", "overwrite", "output_dir", "log", "resources", "features"}
-    )
-    return hashlib.sha256(to_json(values).encode()).hexdigest()[:16]
+    """16 hex digits over all settings that decide the weights."""
+    return hashlib.sha256(to_json(deciding(recipe)).encode()).hexdigest()[:16]

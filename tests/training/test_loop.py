@@ -221,7 +221,7 @@ def test_every_epoch_takes_each_text_once(distilled, tmp_path, monkeypatch):
 
 def test_resuming_with_another_recipe_is_refused(trained, distilled):
     place, _ = trained
-    with pytest.raises(UsageError, match="a different recipe"):
+    with pytest.raises(UsageError, match=r"a different recipe: ttt_steps was 2 and is 3 now$"):
         train(recipe(distilled, place, resume=True, ttt_steps=3), place / "other")
 
 
