@@ -291,10 +291,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     """Write a safetensors file with the permissions of the umask.
 
     The safetensors library makes its files readable for their owner alone, but an engine often runs as another user.
+    Its errors of the file system, such as a full disk, become OSErrors.
     """
     with regular_files.create_file(path) as file:
         mode = os.fstat(file.fileno()).st_mode
-    save_file(dict(tensors), path, metadata)
+    try:
+        save_file(dict(tensors), path, metadata)
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     path.chmod(mode)
 
 

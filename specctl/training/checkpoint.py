@@ -121,8 +121,6 @@ def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str
         atomic_write(draft / MANIFEST, to_json(digests(draft), indent=2) + "\n")
         shutil.rmtree(place, ignore_errors=True)
         draft.rename(place)
-    except SafetensorError as error:  # such as a full disk
-        raise OSError(str(error)) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     # A later checkpoint is one that a resumed run has found damaged: it must not take the place of an intact one.

@@ -1,5 +1,6 @@
 """A drafter directory is complete or gives an error naming the bad file; it cannot run code or point outside."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -257,6 +258,25 @@ def stage_with_limit(place, write):
     except SpecctlError as error:
         sys.exit("cannot write" not in error.message or "\n" in error.message)
     sys.exit(2)
+
+
+def write_tensors_with_limit(path):
+    """Try to write tensors with a limit of 4 KiB; exit with 0 if that fails as other writes do."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    try:
+        checkpoint.write_tensors(path, {"a": torch.ones(5000)})
+    except OSError as error:
+        sys.exit((error.errno, error.filename) != (errno.EFBIG, str(path)))
+    sys.exit(2)
+
+
+def test_a_full_disk_is_an_error_of_the_file(tmp_path):
+    """A checkpoint of a training on a full disk ended in an "unexpected OSError" without a remedy."""
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=write_tensors_with_limit, args=(tmp_path / "a.safetensors",))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def save_pickle(draft):
