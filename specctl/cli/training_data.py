@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 def check_data(recipe: TrainRecipe) -> None:
-    """Check that the domains and their prompts files exist. A domain with distilled data may have any name.
+    """Check that the domains and their prompts files exist. A domain with data of its own may have any name.
 
     Raises UsageError, DataError.
     """
     from specctl.distillation import store
 
-    if recipe.data.prompts is None and recipe.corpus is None and all(map(store.exists, recipe.data_dirs)):
+    held = recipe.distilled is not None or all(map(store.exists, recipe.data_dirs))
+    if recipe.data.prompts is None and recipe.corpus is None and held:
         for domain in recipe.data.domain:
             checks.check_label(domain)
     else:
@@ -56,9 +57,10 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
 
     if store.exists(source):
         held = store.summary(source)
-        if held.complete or recipe.distilled is not None:
+        if held.complete:
             return None
-        if not recipe.resume or checkpoint.directory(recipe.output).is_dir():  # a resumed training needs the same data
+        resumed = checkpoint.directory(recipe.output).is_dir()  # a resumed training needs the same data
+        if recipe.distilled is not None or not recipe.resume or resumed:
             progress.warn(f"data in {source} is incomplete: training on its {held.responses} responses")
             return None
     elif recipe.distilled is not None:

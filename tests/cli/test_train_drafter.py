@@ -151,6 +151,21 @@ def test_unfinished_data_is_finished_on_resume(specctl, calls, distilled, tmp_pa
     assert ("is incomplete" in done.err) != bool(argv)
 
 
+@pytest.mark.parametrize("argv", [[], ["--resume"]])
+def test_unfinished_data_that_is_named_is_reported_and_never_finished(specctl, calls, distilled, tmp_path, argv):
+    """The Slurm scripts name their data. A training on a part of it said nothing."""
+    distilled(tmp_path / "mine", complete=False)
+    done = specctl.ok("train-drafter", "distilled=mine", *argv)
+    assert "data in mine is incomplete: training on its 1 responses" in done.err
+    assert [command for command, _ in calls] == ["train-drafter"]
+
+
+def test_named_data_that_is_missing_is_refused_for_a_domain_of_any_name(specctl):
+    """The domain was unknown instead, with the advice to give prompts."""
+    done = specctl("train-drafter", "--domain", "tickets", "distilled=nowhere")
+    assert done.code == 2 and "no distilled data in nowhere" in done.err
+
+
 def test_unfinished_data_that_was_trained_on_stays_unfinished(specctl, calls, distilled, tmp_path):
     """A resumed training needs the same data, and would refuse finished data."""
     distilled(tmp_path / "distilled/sql", complete=False)
