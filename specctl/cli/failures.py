@@ -17,6 +17,7 @@ LINE = 400  # most characters of a line
 FULL = "free space on the disk of --output-dir, or choose another one"
 WRITES = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: "a file may not become so large here: raise ulimit -f"}
 """Remedies for writes that the operating system refuses."""
+GLOO = "/gloo/transport/"  # in PyTorch's messages about a collective on CPUs that another process has left
 OF_ENGINES = {
     "--host": "--listen HOST:PORT",
     "--port": "--listen HOST:PORT",
@@ -93,6 +94,9 @@ def _explain(error: BaseException, command: str | None) -> Failure:
         return Failure(
             "MemoryError", f"out of memory: {first_line.partition('err == 0. ')[2] or first_line}".rstrip(": "), hint, 1
         )
+    if isinstance(error, RuntimeError) and GLOO in first_line:
+        hint = "its message says why; if all are gone, start them again (train-drafter: with --resume)"
+        return Failure("ProcessError", "another process of this job has ended or does not answer", hint, 1)
     if isinstance(error, ValueError) and not _is_address(endpoint := os.environ.get(ENDPOINT, "")):
         return Failure(
             "UsageError", f"{ENDPOINT} is not an address: {endpoint}", "unset it, or set it to https://HOST[:PORT]", 2

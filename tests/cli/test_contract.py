@@ -113,6 +113,12 @@ def test_out_of_memory_names_keys_that_reduce_memory(command, knob, error):
     assert knob in failure.hint
 
 
+def test_a_process_that_is_gone_is_named_as_such():
+    """The others ended with the address of a socket and a line of gloo's source."""
+    failure = explain(RuntimeError("[/pytorch/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:2"))
+    assert failure.message == "another process of this job has ended or does not answer"
+
+
 def test_the_memory_keys_exist():
     for command, row in SUBCOMMANDS.items():
         for key in row.memory_keys:
