@@ -129,8 +129,8 @@ def load_distilled(
             example = Example(len(examples), key, array("i", tokens), len(prompt.ids), **author._asdict())
             # A slot needs its next token and the target's distribution after that token: at least two response tokens.
             usable = example.response_length >= 2
-            decodes = 0 < len(prompt.ids) < target.context_length
-            if key in held or (decodes and share < held_out and len(aside) < quota and key not in trained):
+            decodable = 0 < len(prompt.ids) < target.context_length
+            if key in held or (decodable and share < held_out and len(aside) < quota and key not in trained):
                 held.add(key)
                 aside[key, author] = prompt
                 spared.setdefault((key, author), []).extend([example] * usable)
