@@ -47,10 +47,12 @@ def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str], most: int 
 
 
 def near_path(path: str | os.PathLike[str], others: Iterable[str] = (), suffix: str = "") -> str:
-    """Return `did you mean X? ` for a path that does not exist, or an empty string if no name is near.
+    """Return `did you mean X? ` for a path that does not exist, or an empty string if it does, or if no name is near.
 
     Compared with the last part of `path`: the names beside it that end with `suffix`, and `others`.
     """
+    if os.path.lexists(os.path.expanduser(path)):
+        return ""  # it is something else than wanted, but not misspelled
     parent, name = os.path.split(os.fspath(path))
     try:
         beside = os.listdir(os.path.expanduser(parent) or ".")

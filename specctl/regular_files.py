@@ -63,6 +63,11 @@ def directory_fault(path: str | os.PathLike[str]) -> str:
     return f"is {'a file' if stat.S_ISREG(mode) else _kind(mode)}, not a directory"
 
 
+def no_directory(what: str, path: str | os.PathLike[str]) -> str:
+    """Say that a path is no directory: `no drafter D`, or `drafter D is a file, not a directory`."""
+    return f"{what} {path} {directory_fault(path)}" if os.path.lexists(path) else f"no {what} {path}"
+
+
 def open_regular(
     path: str | os.PathLike[str], mode: str = "rb", *, follow: bool = True, permissions: int = 0o666, **options: Any
 ) -> IO[Any]:

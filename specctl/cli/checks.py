@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specctl import lock, progress
+from specctl import lock, progress, regular_files
 from specctl.cli.output import cell, output
 from specctl.errors import CheckpointError, SpecctlError, UsageError, near_path, redacted
 from specctl.families import TEXT_DRAFTERS, WEIGHTLESS_DRAFTERS
@@ -227,7 +227,7 @@ def check_directory(name: str, others: Sequence[str] = ()) -> None:
     if not os.path.isdir(name):  # unlike `Path.is_dir`, False and not an error for a name that is too long
         otherwise = f", or {', '.join(others)}" if others else ""
         hint = f"{near_path(name, others)}name a directory written by specctl train-drafter{otherwise}"
-        raise UsageError(f"no drafter {name}", hint)
+        raise UsageError(regular_files.no_directory("drafter", name), hint)
     if not (Path(name) / "config.json").is_file():
         raise CheckpointError(f"{name} is not a drafter: it has no config.json", hint="see specctl train-drafter")
 

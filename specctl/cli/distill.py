@@ -51,12 +51,12 @@ def check_log(recipe: DistillRecipe, log: str) -> None:
 
     Raises UsageError, DataError.
     """
-    from specctl.distillation.logs import EXPECTED, check_beginning
+    from specctl.distillation.logs import check_beginning
 
     checks.check_label(recipe.data.domain[0])
     if log != "-" and not (Path(log).is_file() or Path(log).is_fifo()):  # the shell's `<(…)` is a pipe
-        hint = f"expected {EXPECTED}" if Path(log).exists() else f"{near_path(log)}give a log of responses"
-        raise DataError(f"log file {log} {regular_files.fault(log)}", f"{hint}, or - for stdin")
+        hint = f"{near_path(log)}give a log of responses, or - for stdin"
+        raise DataError(f"log file {log} {regular_files.fault(log)}", hint)
     if Path(log).is_file():
         check_beginning(log, recipe.data.max_rejected)
 

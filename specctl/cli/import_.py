@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specctl import regular_files
 from specctl.cli import checks
 from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.options import DATA, TARGET
@@ -44,9 +45,9 @@ def check_head(source: Path) -> None:
     if source.suffix == ".gguf" and source.is_file():
         return
     if (source / checkpoint.INFO).is_file():
-        raise UsageError(f"{source} is a drafter of specctl already", hint=f"use it as it is: --drafter {source}")
+        raise UsageError(f"{source} is a drafter of specctl already", hint=f"use it: --drafter {source}")
     if not source.is_dir():
-        raise UsageError(f"no head {source}", near_path(source) + DOWNLOAD)
+        raise UsageError(regular_files.no_directory("head", source), near_path(source) + DOWNLOAD)
     if not (source / "config.json").is_file() and not any(source.glob("*.gguf")):
         raise CheckpointError(f"{source} has no config.json", hint="a head has config.json and weights, or a GGUF file")
 

@@ -1,6 +1,7 @@
 """Command-line flags of the commands that run a recipe, with the recipe keys set by each flag."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,8 @@ from specctl.formats.registry import readers
 
 OBJECT = """such as '{"enable_thinking": false}'"""
 SWITCH = " "  # metavar of a switch, which takes no value
+NUMBERS = (int, float)  # types of flags that Typer reads as texts: the recipe refuses other texts, with its own words
+METAVARS = {bool: SWITCH, int: "INTEGER", float: "FLOAT"}
 
 
 _joined = ",".join
@@ -76,10 +79,10 @@ class Flag:
 
         `command`: name of the command, which may have a help text of its own. `panel`: panel of the help.
         """
-        metavar = SWITCH if self.type is bool else self.metavar
+        metavar = self.metavar or METAVARS.get(self.type)
         help = HELP.get((command, name), self.help)
         option = typer.Option(spelling(name), help=help, metavar=metavar, show_default=False, rich_help_panel=panel)
-        return Annotated[self.type | None, option]
+        return Annotated[(str if self.type in NUMBERS else self.type) | None, option]
 
 
 DRAFTERS = f"Drafter directory, {listed([*TEXT_DRAFTERS])}, or both: DIR+lookup"
@@ -283,7 +286,10 @@ def settings(given: dict[str, Any], command: str) -> list[Any]:
 
 
 def _converted(flag: Flag, value: Any, origin: str) -> Any:
-    """The value of the keys of a flag. UsageError names the flag, typed as `origin`."""
+    """The value of the keys of a flag. UsageError names the flag, typed as `origin`. A text that is no number stays."""
+    if flag.type in NUMBERS:
+        with suppress(ValueError):
+            value = flag.type(value)
     try:
         return flag.convert(value) if flag.convert else value
     except UsageError as error:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from specctl import progress, regular_files
-from specctl.distillation.rejections import EXPECTED
 from specctl.errors import DataError, near_path, one_line
 
 MAX_LINE_BYTES = 8 << 20  # traces of agents have a few MiB
+REMEDY = "give a file of prompts, or - for stdin"
 POLL_S = 0.2  # seconds that a signal may wait while stdin is silent
 COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz"}
 """First bytes of compressed files, and the commands that read them."""
@@ -49,10 +49,9 @@ def open_prompts(name: str) -> IO[bytes]:
             return regular_files.open_regular(name)
         return _stream(name)
     except FileNotFoundError as error:
-        remedy = f"{near_path(name)}give a file of prompts, or - for stdin"
-        raise DataError(f"no prompts file {name}", remedy) from error
+        raise DataError(f"no prompts file {name}", f"{near_path(name)}{REMEDY}") from error
     except OSError as error:
-        hint = None if isinstance(error, PermissionError) else f"expected {EXPECTED}"
+        hint = None if isinstance(error, PermissionError) else REMEDY
         raise DataError(f"cannot read prompts from {name}: {error.strerror}", hint) from error
 
 

@@ -53,7 +53,7 @@ def check_files(data: DataRecipe) -> None:
     for domain, file in files.items():
         if not Path(file).is_file():
             kind = "a directory" if Path(file).is_dir() else "a pipe or a device"
-            raise DataError(f"prompts {file} are {kind}, not a file", hint="give a file of prompts, or - for stdin")
+            raise DataError(f"prompts file {file} is {kind}", hint="give a file of prompts, or - for stdin")
         _check_beginning(file, domain, data.max_rejected)
 
 

@@ -353,7 +353,7 @@ def existing_directory(directory: Path, what: str = "drafter", command: str = "t
     if not os.path.lexists(place) and os.path.isdir(_backup(place)):
         return _backup(place)
     hint = f"{near_path(directory)}give a directory written by specctl {command}"
-    raise CheckpointError(f"no {what} directory at {directory}", hint)
+    raise CheckpointError(regular_files.no_directory(f"{what} directory", directory), hint)
 
 
 def _inside(root: Path, name: str) -> Path:

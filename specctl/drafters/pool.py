@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from specctl import progress
+from specctl import progress, regular_files
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
@@ -265,7 +265,7 @@ def find_pool(directory: str | Path) -> list[Path]:
     root = Path(directory).expanduser()
     if not root.is_dir():
         hint = f"{near_path(root)}give a directory of drafter directories, such as ./drafters"
-        raise UsageError(f"no pool directory {root}", hint)
+        raise UsageError(regular_files.no_directory("pool directory", root), hint)
     found: list[Path] = []
     for here, below, _ in os.walk(root):
         for name in below:

@@ -66,7 +66,7 @@ def read(directory: str | Path) -> HeadDirectory:
     if root.suffix == ".gguf" and root.is_file():
         return _gguf(root)
     if not root.is_dir():
-        raise UsageError(f"no head directory {directory}", near_path(directory) + DOWNLOAD)
+        raise UsageError(regular_files.no_directory("head directory", directory), near_path(directory) + DOWNLOAD)
     files = next((found for pattern in WEIGHTS if (found := sorted(root.glob(pattern)))), [])
     if files and files[0].suffix == ".gguf":
         return _gguf(files[0])

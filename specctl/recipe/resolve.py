@@ -393,22 +393,32 @@ FORMS = {
     r"^\d+/[1-9]\d*$": "I/N, such as 0/4",
 }
 """Words for the patterns of fields."""
+KINDS = {
+    "bool_type": "should be true or false",
+    "int_type": "should be a whole number",
+    "int_from_float": "should be a whole number",
+    "float_type": "should be a number",
+    "string_type": "should be a text",
+    "list_type": "should be a list, such as [1, 2]",
+    "dict_type": "should be a mapping of keys to values",
+}
+"""Words for wrong types, by pydantic's name of the error."""
 
 
 def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
     """Format a pydantic error as `origin: key: problem`."""
     location: KeyPath = error["loc"]
     origin = next((origins[location[:n]] for n in range(len(location), 0, -1) if location[:n] in origins), fallback)
-    problem = error["msg"].removeprefix("Value error, ").removeprefix("Input ").strip()
-    if error["type"] == "bool_type":
-        problem = "should be true or false"
+    problem = KINDS.get(error["type"]) or error["msg"].removeprefix("Value error, ").removeprefix("Input ").strip()
     if error["type"] == "string_pattern_mismatch":
         problem = f"should be {FORMS[error['ctx']['pattern']]}"
     if error["type"] == "too_short":
         least = error["ctx"]["min_length"]
         problem = f"needs at least {least} {'item' if least == 1 else 'items'}"
     given = error["input"]
-    got = "" if isinstance(given, dict | Section) or repr(given) in problem else f" (got {brief(repr(given))})"
+    named = isinstance(given, str) and repr(given) in problem
+    words = "null" if given is None else brief(repr(given))
+    got = "" if isinstance(given, dict | Section) or named else f" (got {words})"
     near = ""
     if error["type"] == "literal_error" and isinstance(given, str):
         near = _nearest(given, re.findall("'([^']+)'", error["ctx"]["expected"]))

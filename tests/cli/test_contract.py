@@ -149,7 +149,18 @@ def test_a_hint_follows_all_lines_of_a_message(specctl, library):
         (["eval", "--domain"], "error: Option '--domain' requires an argument (hint: see specctl eval --help)"),
         (["train-drafter", "--arch", "x"], "error: --arch: should be 'eagle', "),
         (["generate", "hi", "--dtype", "x"], "error: --dtype: target.dtype: should be 'auto', "),
-        (["distill", "batch_size=x"], "error: batch_size=x: should be a valid integer"),
+        (["distill", "batch_size=x"], "error: batch_size=x: should be a whole number (got 'x')"),
+        (["distill", "--limit", "x"], "error: --limit: data.limit: should be a whole number (got 'x')"),
+        (["distill", "--limit", "1.5"], "error: --limit: data.limit: should be a whole number (got '1.5')"),
+        (["distill", "--limit", "0"], "error: --limit: data.limit: should be greater than 0 (got 0)"),
+        (["generate", "hi", "--top-p", "x"], "error: --top-p: sampling.top_p: should be a number (got 'x')"),
+        (["generate", "hi", "sampling.top_p="], "sampling.top_p=: should be a number (got null)"),
+        (["reason", "reasoning.depth=x"], "error: reasoning.depth=x: should be 1, 2, 3, 4 or 'auto' (got 'x')"),
+        (["export", "p.jsonl"], "error: drafter p.jsonl is a file, not a directory (hint: name a directory written"),
+        (["import", "p.jsonl"], "error: head p.jsonl is a file, not a directory (hint: download it first"),
+        (["select", "--pool", "p.jsonl"], "error: pool directory p.jsonl is a file, not a directory (hint: give a"),
+        (["distill", "--exclude", "drafters"], "Is a directory (hint: give a file of prompts, or - for stdin)"),
+        (["distill", "--from-log", "drafters"], "Is a directory (hint: give a log of responses, or - for stdin)"),
         (["eval", "--seeds", "0,x"], "error: --seeds: '0,x' is not a list of whole numbers (hint: such as 0,1,2)"),
         (["distill", "--temperature", "x"], "error: --temperature: 'x' is not a number or a list of them"),
         (["distill", "--chat-template-kwargs", "[" * 10**5], "error: --chat-template-kwargs: not JSON: nested"),
@@ -163,6 +174,8 @@ def test_a_hint_follows_all_lines_of_a_message(specctl, library):
 )
 def test_a_wrong_command_line_gives_one_error_line(specctl, tmp_path, argv, said):
     (tmp_path / "drafters" / "sql-eagle3").mkdir(parents=True)
+    (tmp_path / "p.jsonl").touch()
+    (tmp_path / "q.jsonl").touch()  # has a near name, but is no better than the file that exists
     assert said in specctl(*argv).err.splitlines()[-1]
 
 

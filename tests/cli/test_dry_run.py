@@ -74,7 +74,7 @@ def test_a_plan_says_what_the_baseline_transformers_takes(specctl, command):
         (["record", "file/t.parquet"], 2, "file is a file, not a directory"),
         (["record", "drafters", "--overwrite"], 2, "drafters is a directory, not a file"),
         (["train-router", "--router", "drafters"], 2, "drafters exists and is not a router directory"),
-        (["train-router", "--router", "none", "train_router=false"], 4, "no router directory at"),
+        (["train-router", "--router", "none", "train_router=false"], 4, "no router directory"),
         (["train-router", "router.labels=hindsight", "replay=no.parquet"], 4, "table no.parquet does not exist"),
         (["train-router", "router.prompts=no.jsonl"], 3, "no.jsonl"),
         (

@@ -280,7 +280,7 @@ def test_an_absent_file_is_an_error(tmp_path):
 def test_an_unreadable_file_is_an_error(tmp_path):
     with pytest.raises(DataError, match="cannot read prompts") as caught:
         read_prompts(data(tmp_path), "sql")
-    assert '{"prompt"' in caught.value.hint
+    assert caught.value.hint == "give a file of prompts, or - for stdin"
 
 
 def test_the_rejections_file_is_private(tmp_path):
@@ -359,7 +359,7 @@ def test_every_missing_file_is_named_before_reading(tmp_path):
         (b"\xff\xfe", r"p\.jsonl:1: UTF-16, not UTF-8"),
         (gzip.compress(GOOD, mtime=0), r"p\.jsonl:1: compressed: `gunzip`"),
         (b'{"prompt":"\x01"}\n', "Invalid control character at column 12"),
-        (None, "p.jsonl are a directory"),
+        (None, "p.jsonl is a directory"),
     ],
 )
 def test_invalid_prompt_files_are_refused_before_a_model_loads(content, said, tmp_path):

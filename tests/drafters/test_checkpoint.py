@@ -168,7 +168,7 @@ def test_a_pipe_in_a_drafter_is_refused(drafter, pipe, name):
 
 @pytest.mark.parametrize("name", ["x" * 5000, "/" + "x" * 5000, "x/" * 3000])
 def test_an_overlong_path_is_reported_as_missing(tmp_path, name):
-    with pytest.raises(CheckpointError, match="no drafter directory at"):
+    with pytest.raises(CheckpointError, match="no drafter directory"):
         checkpoint.existing_directory(Path(name))
 
 
@@ -195,7 +195,7 @@ def test_weights_that_are_a_pickle_are_refused(drafter, tmp_path):
 
 
 def test_a_missing_directory_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="no drafter directory at"):
+    with pytest.raises(CheckpointError, match="no drafter directory"):
         checkpoint.load(tmp_path / "nothing")
 
 

@@ -673,7 +673,7 @@ class TestNames:
     def test_an_error_names_all_of_a_directory_that_is_gone(self, name, target, tmp_path, monkeypatch):
         """It used to name `drafters/sql`."""
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(CheckpointError, match=f"no drafter directory at {re.escape(name)}"):
+        with pytest.raises(CheckpointError, match=f"no drafter directory {re.escape(name)}"):
             pool.load_drafter(name, target, DraftingRecipe())
 
     @pytest.mark.parametrize("name", ["+lookup", "sql-eagle3+", "+"])

@@ -140,8 +140,10 @@ def test_files_that_are_not_complete_tables_are_refused(file, tmp_path, monkeypa
     with pytest.raises(CheckpointError, match="Is a directory"):
         read(tmp_path)
     pq.write_table(pa.table({"id": [1]}), file)
-    with pytest.raises(CheckpointError, match="not a table of specctl"):
-        read(file)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}')  # it was called damaged, with the advice to overwrite it
+    for other in (file, tmp_path / "p.jsonl"):
+        with pytest.raises(CheckpointError, match="not a table of specctl"):
+            read(other)
     write(file, Header(ARMS, DEPTH, STAMP), [])
     with pytest.raises(CheckpointError, match="piece of an unfinished table"):
         read_table(file)

@@ -6,7 +6,7 @@ OnlineSpec.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
@@ -14,7 +14,7 @@ from specctl.recipe.sections import Betas, Fraction, Name, PositiveFloat, Sectio
 
 ReasoningMode = Literal["target", "draft", "lr", "osd-lr", "online-lr"]
 LearningMode = Literal["osd-lr", "online-lr"]
-LONGEST_LOOKAHEAD = 4  # steps drafted ahead
+LONGEST_LOOKAHEAD: Final = 4  # steps drafted ahead
 LOOKAHEAD_CHUNK = 25  # prompts between two updates
 FULL_BELOW = 1_000_000_000  # parameters: larger draft models learn an adapter
 
@@ -75,7 +75,7 @@ class LookaheadRecipe(Section):
     baselines: list[Literal["target", "draft", "lr"]] = ["target", "draft", "lr"]  # modes for comparison
     delimiter: Annotated[str, Field(min_length=1)] | None = None  # text that ends a step
     # Number of steps drafted ahead. auto: as many as save time by measurements along the stream, or none.
-    depth: Annotated[int, Field(ge=1, le=LONGEST_LOOKAHEAD)] | Literal["auto"] = LONGEST_LOOKAHEAD
+    depth: Literal[1, 2, 3, 4, "auto"] = LONGEST_LOOKAHEAD
     step_tokens: PositiveInt = 100  # longest step, in tokens
     budget: PositiveInt | None = None  # longest thinking, in tokens
     transition: str | None = None  # text inserted before the answer when the budget is spent

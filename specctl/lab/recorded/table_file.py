@@ -27,6 +27,8 @@ from specctl.runs import atomic_write, sha256
 
 VERSION = 5
 AGAIN = "record it again with --overwrite"
+RECORD = "record one: specctl record"
+MAGIC = b"PAR1"  # first bytes of every Parquet file
 MOST_S = 1e9  # largest plausible cost in seconds
 HEADER, DIGEST = b"specctl.table", b"specctl.sha256"
 ARRAYS: dict[str, tuple[type[np.generic], int]] = {
@@ -113,18 +115,19 @@ def write(path: Path, header: Header, rows: list[Recorded]) -> None:
 def read(path: Path) -> tuple[Header, list[Recorded]]:
     """Read a file that `write` has written. Raises CheckpointError if it is another kind of file, or damaged."""
     if not path.is_file():
-        near = "" if path.exists() else near_path(path)
-        raise CheckpointError(f"table {path} {regular_files.fault(path)}", f"{near}record one: specctl record")
+        raise CheckpointError(f"table {path} {regular_files.fault(path)}", near_path(path) + RECORD)
     try:
-        regular_files.check(path)
-        with pq.ParquetFile(path) as file:
-            content = file.read()
+        with regular_files.open_regular(path) as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise CheckpointError(f"{path} is not a table of specctl", hint=RECORD)
+        with pq.ParquetFile(path) as parquet:
+            content = parquet.read()
         metadata = content.schema.metadata or {}
         text = metadata[HEADER].decode()
         header = regular_files.parse_json(text)
         version = header["version"]
     except KeyError as error:
-        raise CheckpointError(f"{path} is not a table of specctl", hint="record one: specctl record") from error
+        raise CheckpointError(f"{path} is not a table of specctl", hint=RECORD) from error
     except (OSError, ValueError, TypeError, AttributeError, MemoryError, pa.ArrowException) as error:
         raise _damaged(path, str(error).splitlines()[0]) from error
     if version != VERSION:
