@@ -43,9 +43,10 @@ def _column(public: PublicSet, row: Mapping[str, Any], path: str) -> str:
 
 
 def load_rows(
-    id: str, config: str | None = None, split: str | None = None, *, hint: str, **where: str
+    id: str, config: str | None = None, split: str | None = None, *, prefer: str = "train", hint: str, **where: str
 ) -> Iterator[Mapping[str, Any]]:
-    """Rows of a data set's split. Without `split`: its test split if it has one, else its first split.
+    """Rows of a data set's split. Without `split`: of the first split with a name that begins with `prefer`, such as
+    `train_sft`, or of the first split if there is none.
 
     Raises DataError with `hint`, at once or at a row, if the set cannot be loaded or read; the error names set and
     cause.
@@ -55,7 +56,8 @@ def load_rows(
     with _naming(id, hint), _offline_if_unreachable():
         found = load_dataset(id, config, split=split, **where)
         if split is None:
-            found = found["test"] if "test" in found else next(iter(found.values()), ())
+            name = next((name for name in found if name.startswith(prefer)), next(iter(found), None))
+            found = () if name is None else found[name]
     return _rows(found, id, hint)
 
 

@@ -179,7 +179,7 @@ def candidates(
         return (Prompt(prompt_id([{split: f"{data.seed}/{n}"}]), [], domain, f"sample {n}") for n in numbers)
     file = data.prompts_of(domain)
     if file is not None and file.startswith(HUB):
-        return _from_hub(file, domain, rejections, suite)
+        return _from_hub(file, domain, split, rejections, suite)
     if file is not None:
         return _from_file(file, domain, rejections, suite)
     from specctl import data_prep
@@ -201,15 +201,14 @@ def _from_file(name: str, domain: str, rejections: Rejections, suite: bool) -> I
             yield None
 
 
-def _from_hub(name: str, domain: str, rejections: Rejections, suite: bool) -> Iterator[Prompt | None]:
-    """Yield prompts from the rows of a data set, from its test split if it has one. DataError if it cannot be
-    loaded."""
+def _from_hub(name: str, domain: str, split: str, rejections: Rejections, suite: bool) -> Iterator[Prompt | None]:
+    """Yield prompts from the rows of a split of a data set, or of its first split if it has no such split. DataError
+    if it cannot be loaded."""
     from specctl.data_prep.public import load_rows
 
     id, _, config = name.removeprefix(HUB).partition(":")
-    rows = load_rows(
-        id, config or None, hint="a data set on the hub needs network access the first time; a JSONL file does not"
-    )
+    hint = "a data set on the hub needs network access the first time; a JSONL file does not"
+    rows = load_rows(id, config or None, prefer=split, hint=hint)
     for number, row in enumerate(rows, 1):
         where = f"{name}:{number}"
         try:

@@ -529,14 +529,22 @@ def test_a_prompt_beside_its_messages_is_read_once():
 
 
 def test_a_hub_data_set_is_read(tmp_path):
-    """Its test split, with a local directory in place of the hub."""
+    """A local directory takes the place of the hub. `distill` used to train on the test split, which `eval` reads."""
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", row(SPEED_BENCH | {"turns": ["of the training split"]}))
     write(tmp_path / "set" / "test.jsonl", row(SPEED_BENCH), row(SPEED_BENCH | {"turns": [""]}))
     recipe = data(f"{HUB}{tmp_path / 'set'}", max_rejected=0.5)
     check_files(recipe)
-    (prompt,) = read_prompts(recipe, "set", suite=True)
+    (prompt,) = read_prompts(recipe, "set", split="test", suite=True)
     assert prompt.messages[0]["content"] == "Sort a list." and prompt.where.endswith("set:1")
+    (prompt,) = read_prompts(recipe, "set", suite=True)
+    assert prompt.messages[0]["content"] == "of the training split"
+
+
+def test_the_only_split_of_a_data_set_serves_training_and_test(tmp_path):
+    write(tmp_path / "validation.jsonl", row({"prompt": "Hi"}))
+    for split in ("train", "test"):
+        assert len(read_prompts(data(f"{HUB}{tmp_path}"), "set", split=split)) == 1
 
 
 @pytest.mark.parametrize(
