@@ -98,8 +98,8 @@ class Progress:
 
     def line(self) -> str:
         """Return the progress as a plain line: `train 120/400 steps (30%), 2.4 steps/s, 1:56 left, loss=0.31`."""
-        of = f"/{self.total:g} {self.unit} ({self.done / self.total:.0%})" if self.total else f" {self.unit}"
-        parts = [f"{self.description} {self.done:g}{of}", *filter(None, [self._status(), self._eta()])]
+        of = f"/{_short(self.total)} {self.unit} ({self.done / self.total:.0%})" if self.total else f" {self.unit}"
+        parts = [f"{self.description} {_short(self.done)}{of}", *filter(None, [self._status(), self._eta()])]
         return ", ".join(parts)
 
     def _rate(self) -> float:
@@ -115,7 +115,7 @@ class Progress:
 
     def _status(self) -> str:
         rate = self._rate()
-        shown = [f"{1 / rate:.3g} s each" if 0 < rate < SLOW else f"{rate:.3g} {self.unit}/s"]
+        shown = [f"{1 / rate:.3g} s each" if 0 < rate < SLOW else f"{_short(rate, 3)} {self.unit}/s"]
         return ", ".join(shown + [f"{name}={_short(value)}" for name, value in self.fields.items()])
 
 
@@ -266,5 +266,8 @@ def _line(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _short(value: Any, digits: int = 4) -> str:
+    """Format a value in a few characters: `0.3071`, `12,345`."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"

@@ -157,8 +157,8 @@ def reason_for_fewer(facts: CpuFacts) -> str:
 
 
 def counted(count: float, thing: str) -> str:
-    """Return a count with its noun: `1 thread`, `2 threads`."""
-    return f"{count if isinstance(count, int) else f'{count:g}'} {thing}{'' if count == 1 else 's'}"
+    """Return a count with its noun: `1 thread`, `2,000 prompts`."""
+    return f"{f'{count:,}' if isinstance(count, int) else f'{count:g}'} {thing}{'' if count == 1 else 's'}"
 
 
 def requested_threads(environ: Mapping[str, str]) -> int | None:

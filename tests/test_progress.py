@@ -96,3 +96,12 @@ def test_a_signal_sets_the_flag(number):
     finally:
         for n, handler in before.items():
             signal.signal(n, handler)
+
+
+def test_large_numbers_are_plain(clock, capsys):
+    """It said "3.28e+03 prompts/s" and "2e+06 tokens"."""
+    with progress.track("compare", unit="prompts") as bar:
+        clock[0] += 60
+        bar.update(2_000_000, tokens_per_s=1_126_664.0, loss=0.30712)
+    shown = capsys.readouterr().err.strip()
+    assert shown == "compare 2,000,000 prompts, 33,333 prompts/s, tokens_per_s=1,126,664, loss=0.3071"

@@ -194,7 +194,7 @@ def test_a_huge_json_file_is_refused(tmp_path, content):
 def test_a_binary_file_is_refused(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read as text" in problems("eval", path)[0]
+    assert "not UTF-8 at byte" in problems("eval", path)[0]
 
 
 @given(st.text())

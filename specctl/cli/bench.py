@@ -9,6 +9,7 @@ from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, records
 from specctl.reporting.tables import headings, machine, unusable_notes
+from specctl.threads import counted
 
 if TYPE_CHECKING:
     from specctl.recipe import BenchRecipe
@@ -61,7 +62,8 @@ def steps(recipe: BenchRecipe) -> list[str]:
     if "decoding" in recipe.parts:
         names = ", ".join(recipe.drafters) or "no drafter"
         theirs = "with `transformers`, " if recipe.shape is None else ""
-        plans.append(f"decode {recipe.limit} prompts at batch sizes {recipe.batches}: plain, {theirs}with {names}")
+        sizes = ", ".join(map(str, recipe.batches))
+        plans.append(f"decode {counted(recipe.limit, 'prompt')} at batch sizes {sizes}: plain, {theirs}with {names}")
     return plans
 
 

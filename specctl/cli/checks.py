@@ -15,6 +15,7 @@ from specctl import lock, progress, regular_files
 from specctl.cli.output import cell, output
 from specctl.errors import CheckpointError, SpecctlError, UsageError, near_path, redacted
 from specctl.families import TEXT_DRAFTERS, WEIGHTLESS_DRAFTERS
+from specctl.threads import counted
 
 if TYPE_CHECKING:
     import torch
@@ -146,6 +147,11 @@ def local_target(target: TargetRecipe) -> str | None:
     except HFValidationError as error:
         raise CheckpointError(f"target {target.name} is neither a directory nor a Hugging Face id: {error}") from error
     return str(Path(config).parent) if isinstance(config, str) else None
+
+
+def up_to(limit: int | None, thing: str) -> str:
+    """Return a limit in words: `up to 8 prompts`, or `all prompts` without one."""
+    return f"up to {counted(limit, thing)}" if limit else f"all {thing}s"
 
 
 def step_name(path: str) -> str:

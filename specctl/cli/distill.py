@@ -95,13 +95,13 @@ def steps(recipe: DistillRecipe) -> list[str]:
             *response_filters(recipe),
             f"write shards to {recipe.output}",
         ]
-    number = f"up to {data.limit:,}" if data.limit else "all"
+    temperatures = ", ".join(f"{temperature:g}" for temperature in recipe.temperatures)
     return [
         server_step(recipe) if recipe.server.urls else checks.check_target(recipe.target),
-        f"read {number} prompts {origin(data)} for {', '.join(data.domain)}",
+        f"read {checks.up_to(data.limit, 'prompt')} {origin(data)} for {', '.join(data.domain)}",
         *prompt_filters(recipe),
         f"generate {counted(recipe.samples_per_prompt, 'response')} per prompt, up to "
-        f"{recipe.sampling.max_new_tokens} tokens each, at temperatures {', '.join(map(str, recipe.temperatures))}",
+        f"{counted(recipe.sampling.max_new_tokens, 'token')} each, at temperatures {temperatures}",
         *response_filters(recipe),
         f"write shards to {recipe.output}",
     ]

@@ -10,6 +10,7 @@ from specctl.cli.output import cell, output, table
 GROUP = command_group("domains", "ls | show: domains with prompts.")
 Name = Annotated[str, typer.Argument(help="A name from `specctl domains ls`.")]
 Samples = Annotated[int, typer.Option("--samples", min=0, help="Generated prompts to show.")]
+LABELS = {"licence": "license"}  # the key of the document stays
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the generator.")]
 
 
@@ -44,11 +45,20 @@ def show(name: Name, samples: Samples = 3, seed: Seed = 0) -> None:
 
 def _listing(document: dict[str, Any]) -> Any:
     rows = [list(row.values()) for row in document["domains"]]
-    return table("domain", "prompts", "public data set", "licence", rows=rows)
+    return table("domain", "prompts", "public data set", "license", rows=rows)
+
+
+def _words(value: Any) -> str:
+    """Render a field of a public data set; a mapping of names, such as the split of each part, as `name = value`."""
+    if isinstance(value, dict):
+        return cell(", ".join(part if part == name else f"{name} = {part}" for name, part in value.items()))
+    return cell(value)
 
 
 def _card(document: dict[str, Any]) -> str:
-    public = "\n".join(f"  {key}: {cell(value)}" for key, value in document["public"].items() if value)
+    public = "\n".join(
+        f"  {LABELS.get(key, key)}: {_words(value)}" for key, value in document["public"].items() if value
+    )
     samples = "\n\n".join(cell(sample) for sample in document["samples"])
     heading = f"{document['name']}: {cell(document['description'])}"
     return f"{heading}\n\npublic data set\n{public}\n\nprompts from the generator\n\n{samples}".rstrip()

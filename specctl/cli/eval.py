@@ -55,15 +55,16 @@ def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
 
 
 def describe_prompts(recipe: EvalRecipe | EvalServerRecipe) -> str:
-    number = f"up to {recipe.limit}" if recipe.limit else "all"
     sampling = "greedy" if recipe.sampling.temperature == 0 else f"at temperature {recipe.sampling.temperature:g}"
+    prompts = checks.up_to(recipe.limit, f"{recipe.split} prompt")
     return (
-        f"{number} {recipe.split} prompts per domain ({', '.join(recipe.data.domain)}), {sampling}, "
-        f"up to {recipe.sampling.max_new_tokens} new tokens"
+        f"{prompts} per domain ({', '.join(recipe.data.domain)}), {sampling}, "
+        f"up to {counted(recipe.sampling.max_new_tokens, 'new token')}"
     )
 
 
 def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
+    drafters = list(dict.fromkeys(drafters))  # a drafter that is named twice runs once
     return [
         checks.check_target(recipe.target, drafters),
         *(checks.copy_step(recipe.target) if "transformers" in recipe.baselines else []),

@@ -54,13 +54,23 @@ def _check_working_directory() -> None:
         raise UsageError("the working directory does not exist any more", hint="cd to another one") from None
 
 
+def _warn_of_repetitions(argv: list[str], name: str | None) -> None:
+    """Warn of each option of a command that takes one value and is given several. The last one counts."""
+    for parameter in getattr(_command().commands.get(name), "params", []):
+        times = sum(word.partition("=")[0] in parameter.opts for word in argv)
+        if times > 1 and not (parameter.multiple or parameter.is_flag):
+            progress.warn(f"{parameter.opts[0]} is given {times} times: the last value counts")
+
+
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit code. Errors are reported on stderr."""
     output.reset(argv)
+    name = next((word for word in argv if not word.startswith("-")), None)
     try:
         if sys.flags.optimize > 1:
             raise UsageError("transformers needs docstrings, which PYTHONOPTIMIZE=2 (python -OO) strips: unset it")
         _check_working_directory()
+        _warn_of_repetitions(argv, name)
         code = _command()(argv, prog_name="specctl", standalone_mode=False)
         if code == 130:  # Typer has caught Ctrl-C without a message
             raise KeyboardInterrupt
@@ -71,8 +81,7 @@ def run(argv: list[str]) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     except (Exception, KeyboardInterrupt) as error:
-        command = next((word for word in argv if not word.startswith("-")), None)
-        failure = explain(progress.interrupts.signal_error(error), command)
+        failure = explain(progress.interrupts.signal_error(error), name)
         if output.verbose:
             print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         with suppress(SpecctlError):  # the failure may be stdout itself

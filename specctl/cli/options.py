@@ -37,6 +37,7 @@ def _comma_separated(kind: Callable[[str], Any], wanted: str, example: str) -> C
 
 
 _comma_ints = _comma_separated(int, "a list of whole numbers", "0,1,2")
+_comma_counts = _comma_separated(int, "a list of whole numbers", "1,8")
 _comma_floats = _comma_separated(float, "a number or a list of them", "0,0.7")
 _numbers = _comma_separated(float, "a list of numbers", "2,2.5,3")
 
@@ -128,7 +129,7 @@ FLAGS: dict[str, Flag] = {
         _joined,
         metavar="URL",
     ),
-    "concurrency": Flag(("concurrency",), list[str], "Numbers of requests in flight: 1,8.", _comma_ints),
+    "concurrency": Flag(("concurrency",), list[str], "Numbers of requests in flight: 1,8.", _comma_counts),
     "mats": Flag(
         ("mats",),
         list[str],
@@ -153,7 +154,7 @@ FLAGS: dict[str, Flag] = {
     "pool": Flag(("pool",), str, "Directory of drafter directories.", metavar="DIR"),
     "parts": Flag(("parts",), list[str], "steps,rounds,decoding (default), or some of them.", _none_or_names),
     "shape": Flag(("shape",), str, "Random weights of a size (1b, 8b, 32b, 70b) instead of a target."),
-    "batches": Flag(("batches",), list[str], "Batch sizes: 1,8.", _comma_ints),
+    "batches": Flag(("batches",), list[str], "Batch sizes: 1,8.", _comma_counts),
     "matrix": Flag(("matrix",), bool, "Print and draw the matrix pool × domains, and test its diagonal."),
     "metric": Flag(("metric",), str, "Metric in the cells of the matrix: mat, speedup or accept_rate."),
     "baselines": Flag(

@@ -119,10 +119,9 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
 
 def stream_steps(recipe: PoolRecipe, pool: list[str]) -> list[str]:
     """Return the steps that decode the stream with the drafters of a pool, in words."""
-    number = f"up to {recipe.limit}" if recipe.limit else "all"
     return [
         checks.check_target(recipe.target, pool, strict=recipe.strict),
-        f"decode {number} {recipe.split} prompts per domain ({', '.join(recipe.data.domain)}), "
+        f"decode {checks.up_to(recipe.limit, f'{recipe.split} prompt')} per domain ({', '.join(recipe.data.domain)}), "
         f"in sessions of {recipe.session}, order {recipe.order}",
     ]
 

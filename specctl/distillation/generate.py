@@ -34,6 +34,7 @@ from specctl.engines.records import GenerationRequest, Refusal
 from specctl.errors import Interrupted
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
+from specctl.threads import counted
 
 if TYPE_CHECKING:
     from specctl.engines.client import Client
@@ -103,9 +104,9 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None) ->
         counts = {key: dict(getattr(prompts, key)) for key in ("licenses", "languages")}
         card.write(output, recipe, left_out, rejections, {"read": prompts.read, "kept": len(prompts), **counts})
         if before:
-            progress.log(f"{before} responses already existed, {len(store.done) - before} are new")
+            progress.log(f"{counted(before, 'response')} existed already, {len(store.done) - before:,} new")
         if client is not None and client.failures:
-            progress.log(f"{client.failures} failed requests were sent again")
+            progress.log(f"{counted(client.failures, 'failed request')} sent again")
         there = Counter(owed.prompt for owed in planned.planned() if owed.id in store.done)
         return DistillResult(
             domain=domain,
@@ -198,9 +199,10 @@ def estimate(recipe: DistillRecipe, planned: ResponsePlan, pending: int) -> str:
     if recipe.max_response_tokens is not None:
         tokens = min(tokens, recipe.max_response_tokens)
     size = BYTES_PER_TOKEN * (tokens + pending * planned.prompt_tokens / len(planned))
+    prompts = f"{counted(len(planned), 'prompt')} ({planned.prompt_tokens:,} tokens in all)"
     return (
-        f"{pending} responses to {len(planned)} prompts of {planned.prompt_tokens} tokens: "
-        f"up to {tokens} tokens, {size / 1e6:,.1f} MB in {recipe.output}"
+        f"{counted(pending, 'response')} to {prompts}: "
+        f"up to {tokens:,} new tokens, {size / 1e6:,.1f} MB in {recipe.output}"
     )
 
 

@@ -28,9 +28,9 @@ from specctl.recipe import DataRecipe, DistillRecipe, FilterRecipe
 
 REPEATED, EXCLUDED, NEAR_EXCLUDED = "repeated", "excluded", "near-excluded"
 REASONS = {
-    REPEATED: "repeat an earlier prompt",
-    EXCLUDED: "are in {file}",
-    NEAR_EXCLUDED: "are nearly the same as a prompt in {file}",
+    REPEATED: "they repeat earlier prompts",
+    EXCLUDED: "they are in {file}",
+    NEAR_EXCLUDED: "they are nearly the same as prompts in {file}",
 }
 LISTED = 1000  # most ids per reason in a data card; left-out.jsonl in the run directory has all
 
@@ -62,7 +62,7 @@ class LeftOut:
         """Report in one line per reason."""
         for reason, words in REASONS.items():
             if count := self.counts[reason]:
-                progress.log(f"{count} prompts {words.format(file=self.file)}: left out")
+                progress.log(f"prompts left out: {count:,}; {words.format(file=self.file)}")
         if self.ids:
             progress.log(f"the prompts left out are listed in {self.path}")
 
@@ -168,7 +168,9 @@ def prepare(recipe: DistillRecipe, rejections: Rejections, left_out: LeftOut) ->
             raise no_prompts(str(data.prompts_of(domain) or domain))
         if len(kept) == before:
             left_out.report()
-            raise DataError(f"all {len(spool) - read} prompts of {domain} are left out", hint=f"see {left_out.path}")
+            raise DataError(
+                f"every prompt of {domain} is left out, {len(spool) - read:,} in all", hint=f"see {left_out.path}"
+            )
     left_out.report()
     return kept
 

@@ -363,7 +363,9 @@ def read_sweep(path: Path) -> tuple[Sweep, dict[Bracket, Sweep]]:
         return sweep, context_sweeps(document.get("lengths", []), sweep)
     except DataError as error:
         raise DataError(f"{file}: {error.message}", error.hint) from error
-    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+    except KeyError as error:
+        raise DataError(f"{file} is not a result of eval-server: it has no key {error.args[0]!r}", SWEEP) from error
+    except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise DataError(f"{file} is not a result of eval-server ({type(error).__name__}: {error})", SWEEP) from error
 
 

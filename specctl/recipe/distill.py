@@ -75,7 +75,9 @@ class DistillRecipe(WriterRecipe):
         }
         for key, there in unused.items():
             if there:
-                raise ValueError(f"{key} applies to new responses, but log names existing ones: leave one of them out")
+                raise ValueError(
+                    f"{key} is for new responses, but log (--from-log) has existing ones: leave one of them out"
+                )
         if "domain" not in self.data.model_fields_set:
             self.data = self.data.model_copy(update={"domain": [label_of(log)]})
         elif len(self.data.domain) > 1:

@@ -31,7 +31,7 @@ class EvalRecipe(RunRecipe, SampledRecipe):
     @model_validator(mode="after")
     def _consistent(self) -> EvalRecipe:
         if self.matrix and not self.drafters and self.pool is None:
-            raise ValueError("a matrix needs drafters: name a pool")
+            raise ValueError("a matrix needs drafters: name a pool (--pool DIR)")
         if self.matrix and self.metric == "speedup" and "vanilla" not in self.baselines:
             raise ValueError("a matrix of speedup needs the vanilla baseline")
         return self

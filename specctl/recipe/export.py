@@ -43,7 +43,7 @@ class ExportRecipe(ConverterRecipe):
         if self.tune is not None and "tokens" in self.model_fields_set:
             raise ValueError("tune derives the draft lengths from a sweep: leave tokens out")
         if self.private and self.push is None:
-            raise ValueError("private is about the repository of push: name that, too")
+            raise ValueError("private needs push (--push OWNER/NAME), the repository")
         if self.server.urls and self.to != "sglang":
             raise ValueError("server publishes to running servers, which only SGLang supports: set to=sglang")
         return self

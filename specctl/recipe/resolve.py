@@ -153,8 +153,10 @@ def read(name: str | Path) -> tuple[str, str]:
         try:
             with regular_files.open_regular(name, "r", encoding="utf-8") as file:
                 text = file.read(MAX_CHARACTERS + 1)
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{name}: cannot be read as text: {error}") from error
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"{name}: not UTF-8 at byte {error.start}: name a file of YAML") from error
+        except OSError as error:
+            raise RecipeError(f"{name}: cannot be read: {error.strerror}") from error
         if len(text) > MAX_CHARACTERS:
             raise RecipeError(f"{name}: too long for a recipe, over {MAX_CHARACTERS >> 20} MiB")
         return text, str(name)

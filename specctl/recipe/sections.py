@@ -324,7 +324,7 @@ class RunRecipe(ResumableRecipe):
     @model_validator(mode="after")
     def _resumed_by_name(self) -> RunRecipe:
         if self.resume and self.output_dir is None:
-            raise ValueError("resume needs output_dir, the directory of the run to continue")
+            raise ValueError("resume needs output_dir (--output-dir), the directory of the run to continue")
         return self
 
 

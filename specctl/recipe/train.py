@@ -370,10 +370,10 @@ class TrainRecipe(WriterRecipe):
         if self.pretrain != PretrainRecipe() and self.init is not None:
             raise ValueError("init and pretrain exclude each other: a drafter to start from needs no first stage")
         if self.lora.enabled and self.init is None:
-            raise ValueError("lora needs `init`, the drafter to adapt")
+            raise ValueError("lora needs init (--init), the drafter to adapt")
         if self.init is not None and self.drafter.model_fields_set:
             given = ", ".join(f"drafter.{name}" for name in sorted(self.drafter.model_fields_set))
-            raise ValueError(f"the drafter in `init` determines sizes and draft vocabulary: leave out {given}")
+            raise ValueError(f"the drafter in init (--init) determines sizes and draft vocabulary: leave out {given}")
         if self.each and self.distilled is not None:
             raise ValueError("each domain has its own data: `distilled` and `each` exclude each other")
         return self

@@ -81,7 +81,7 @@ def unusable_notes(document: Mapping[str, Any]) -> list[str]:
     if not rows_by_reason:
         return []
     told = "; ".join(f"{', '.join(filter(None, names))}: {reason}" for reason, names in rows_by_reason.items())
-    free = " (even a free draft only has × plain = mat)" if ABOVE_MAT in rows_by_reason else ""
+    free = " (a draft that costs nothing is at most mat times as fast)" if ABOVE_MAT in rows_by_reason else ""
     about = document.get("machine")
     busy = f" ({machine(about)})" if isinstance(about, Mapping) else ""
     return [

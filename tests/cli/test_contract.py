@@ -156,6 +156,18 @@ def test_a_hint_follows_all_lines_of_a_message(specctl, library):
         (["generate", "hi", "--top-p", "x"], "error: --top-p: sampling.top_p: should be a number (got 'x')"),
         (["generate", "hi", "sampling.top_p="], "sampling.top_p=: should be a number (got null)"),
         (["reason", "reasoning.depth=x"], "error: reasoning.depth=x: should be 1, 2, 3, 4 or 'auto' (got 'x')"),
+        (
+            ["reason", "--algo", "x"],
+            "error: --algo: 'x' is no algo that drafts steps: use lr, osd-lr, online-lr",
+        ),
+        (["bench", "--batches", "x"], "error: --batches: 'x' is not a list of whole numbers (hint: such as 1,8)"),
+        (
+            ["reason", "reasoning.draft=drafters"],
+            "error: reasoning.draft: drafters is not a model directory",
+        ),
+        (["export", "drafters/sql-eagle3+lookup"], "lookup is a hybrid, which no engine drafts with (hint: export its"),
+        (["export", "d", "--private"], "error: export: private needs push (--push OWNER/NAME), the repository"),
+        (["eval", "--recipe", "latin.yaml"], "error: latin.yaml: not UTF-8 at byte 15: name a file of YAML"),
         (["export", "p.jsonl"], "error: drafter p.jsonl is a file, not a directory (hint: name a directory written"),
         (["import", "p.jsonl"], "error: head p.jsonl is a file, not a directory (hint: download it first"),
         (["select", "--pool", "p.jsonl"], "error: pool directory p.jsonl is a file, not a directory (hint: give a"),
@@ -176,7 +188,25 @@ def test_a_wrong_command_line_gives_one_error_line(specctl, tmp_path, argv, said
     (tmp_path / "drafters" / "sql-eagle3").mkdir(parents=True)
     (tmp_path / "p.jsonl").touch()
     (tmp_path / "q.jsonl").touch()  # has a near name, but is no better than the file that exists
+    (tmp_path / "latin.yaml").write_bytes("data: {domain: \xe9}".encode("latin-1"))
     assert said in specctl(*argv).err.splitlines()[-1]
+
+
+def test_an_option_with_one_value_that_is_given_twice_is_noticed(specctl):
+    """`generate --drafter lookup --drafter suffix` ran one of them without a word. Lists may be repeated."""
+    done = specctl.ok("generate", "hi", "--drafter", "lookup", "--seed=1", "--drafter=suffix", "--dry-run")
+    assert done.err == "warning: --drafter is given 2 times: the last value counts\n" and "suffix" in done.out
+    assert specctl.ok("eval", "--drafter", "lookup", "--drafter", "suffix", "--dry-run").err == ""
+
+
+def test_counts_in_plans_have_their_noun(specctl):
+    """A plan said "up to 1 test prompts", and named a drafter twice that runs once."""
+    steps = specctl.ok("eval", "--limit", "1", *["--drafter", "lookup"] * 2, "--dry-run", "--json").json["steps"]
+    assert "decode up to 1 test prompt per domain" in steps[2] and steps[3].startswith("with lookup; baselines")
+    steps = specctl.ok("distill", "--limit", "2000", "--temperature", "0", "--dry-run", "--json").json["steps"]
+    assert steps[1].startswith("read up to 2,000 prompts of the built-in generator") and steps[3].endswith(
+        "at temperatures 0"
+    )
 
 
 def test_an_overlong_pool_name_is_a_usage_error(specctl):
@@ -502,7 +532,7 @@ def test_pages_and_lists_fit_80_columns(monkeypatch, argv):
 
 def test_a_long_path_of_a_target_does_not_widen_the_report_of_doctor(monkeypatch):
     terminal = stdout_as_terminal(monkeypatch)
-    finding = Finding(f"target /{'directory/' * 9}model.gguf", "ok", "lean step: llama is covered by the lean step")
+    finding = Finding(f"target /{'directory/' * 9}model.gguf", "ok", "lean step: llama is one of its architectures")
     output.result({"findings": [asdict(finding)], "missing": 0}, lambda document: _report(document, about=None))
     lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
     assert lines[0].startswith("ok  target model.gguf  lean step: ") and len(lines[0]) <= 80

@@ -70,7 +70,7 @@ def test_a_plan_says_what_the_baseline_transformers_takes(specctl, command):
         (["distill", "--from-log", "empty", "--domain", "sql"], 3, "no responses in empty"),
         (["eval", "--target", "/dev/zero"], 4, "model directory /dev/zero is a device, not a directory"),
         (["eval", "--recipe", "/dev"], 2, "error: /dev cannot be read: Is a directory"),
-        (["replay", "file"], 4, "file is damaged"),
+        (["replay", "file"], 4, "file is not a table of specctl"),
         (["record", "file/t.parquet"], 2, "file is a file, not a directory"),
         (["record", "drafters", "--overwrite"], 2, "drafters is a directory, not a file"),
         (["train-router", "--router", "drafters"], 2, "drafters exists and is not a router directory"),

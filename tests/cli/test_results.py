@@ -63,7 +63,7 @@ def test_unusable_speeds_are_marked_and_explained_once(specctl, library):
     for name in ("first", "second"):
         rows.append(filled(Row, drafter=name, domain="sql", **numbers | {"unusable": "its interval is wide"}))
     told = next(line for line in specctl("eval", "--drafter", "lookup").out.splitlines() if line.startswith("!"))
-    assert "head in sql: above its mat; first in sql, second in sql: its interval is wide (even a free draft" in told
+    assert "head in sql: above its mat; first in sql, second in sql: its interval is wide (a draft that costs" in told
     rows[:] = rows[1:2]
     lengths.clear()
     assert "cannot be used" not in specctl("eval", "--drafter", "lookup").out

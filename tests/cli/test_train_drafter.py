@@ -203,7 +203,7 @@ def test_a_mixture_uses_existing_data_and_distills_the_rest(specctl, calls, dist
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--lora"], "lora needs `init`"),
+        (["--lora"], "lora needs init"),
         (["--init", "nowhere"], "no drafter nowhere"),
         (["--init", "nowhere", "drafter.vocab_size=100"], "leave out drafter.vocab_size"),
         (["--each", "distilled=d"], "exclude each other"),

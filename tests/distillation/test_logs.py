@@ -457,7 +457,7 @@ def test_invalid_lines_are_counted_and_limited(go, tmp_path):
 
 @pytest.mark.parametrize("fields", [{"server": {"urls": ["http://a"]}}, {"data": {"prompts": "x"}}, {"shard": "0/2"}])
 def test_options_for_new_responses_are_refused(fields):
-    with pytest.raises(ValueError, match="applies to new responses"):
+    with pytest.raises(ValueError, match="is for new responses"):
         DistillRecipe.model_validate({"log": "x.jsonl", **fields})
 
 

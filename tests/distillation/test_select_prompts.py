@@ -86,6 +86,6 @@ def test_several_domains_share_their_filters(go, tmp_path):
 
 def test_leaving_out_all_prompts_is_an_error(go, tmp_path):
     file = write(tmp_path / "all.jsonl", [question(1)])
-    with pytest.raises(DataError, match="all 1 prompts of sql are left out") as error:
+    with pytest.raises(DataError, match="every prompt of sql is left out, 1 in all") as error:
         go(file, exclude=file)
     assert "left-out.jsonl" in error.value.hint

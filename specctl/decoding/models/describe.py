@@ -70,7 +70,7 @@ def path_of(config) -> tuple[str, str]:
     if reason := lean.reason_here(config):
         return "transformers", reason
     fp8 = ", and its fp8 weights are dequantized" if quantisation(config) is not None else ""
-    return "lean", f"{config.model_type} is covered by the lean step{fp8}"
+    return "lean", f"{config.model_type} is one of its architectures{fp8}"
 
 
 def describe(name: str, label: str | None = None) -> Description:

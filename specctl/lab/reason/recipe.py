@@ -29,7 +29,7 @@ class ReasonRecipe(LearningRecipe):
         for name in algo:
             if name not in STEP_ALGOS:
                 near = did_you_mean(name, STEP_ALGOS) or f"use {', '.join(STEP_ALGOS)}; specctl online drafts tokens"
-                raise ValueError(f"no algo {name!r} drafts steps: {near}")
+                raise ValueError(f"{name!r} is no algo that drafts steps: {near}")
         if len(set(algo)) < len(algo):
             raise ValueError("names an algo twice")
         return algo

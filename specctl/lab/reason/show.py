@@ -76,6 +76,11 @@ def check(recipe: ReasonRecipe) -> None:
                 f"reasoning.draft: {reasoning.draft} is of family {family}, which cannot write steps alone",
                 "train a small LM: specctl train-drafter --arch lm",
             )
+        if place.is_dir() and not (place / "config.json").is_file():
+            raise CheckpointError(
+                f"reasoning.draft: {reasoning.draft} is not a model directory: it has no config.json",
+                "give the directory that contains config.json",
+            )
     if reasoning.drafter is not None:
         checks.check_drafters([reasoning.drafter], recipe.drafting)
     if reasoning.judge.name is not None and reasoning.judge.endpoint is None:
@@ -109,7 +114,9 @@ def steps(recipe: ReasonRecipe) -> list[str]:
         f"draft {ahead} with {recipe.draft}; {judge}{where} compares them with the target's steps",
     ]
     if learners:
-        plans.append(f"after every {recipe.chunk} prompts {' and '.join(learners)} learn from the rejected steps")
+        plans.append(
+            f"after every {counted(recipe.chunk, 'prompt')} {' and '.join(learners)} learn from the rejected steps"
+        )
     return [
         *plans,
         "compare all final answers with the answers of the target alone, and save texts, pairs and learned models",

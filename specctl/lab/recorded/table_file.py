@@ -117,6 +117,7 @@ def read(path: Path) -> tuple[Header, list[Recorded]]:
     if not path.is_file():
         raise CheckpointError(f"table {path} {regular_files.fault(path)}", near_path(path) + RECORD)
     try:
+        regular_files.check(path)
         with regular_files.open_regular(path) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise CheckpointError(f"{path} is not a table of specctl", hint=RECORD)
