@@ -80,7 +80,7 @@ def _end(codes: list[int]) -> None:
     """Exit at once, with the code of the command, if a command has ended. Python would free all objects first, which
     takes about a second; the operating system frees the memory at once."""
     if codes:
-        with suppress(SpecctlError):  # stdout is full; `run` has told so
+        with suppress(SpecctlError):  # stdout cannot be written, as `run` has reported
             sys.stdout.flush()
         sys.stderr.flush()
         os._exit(codes[0])

@@ -40,7 +40,7 @@ ENGINES = {
     *("--speculative-adaptive-config", "--speculative-algorithm", "--speculative-ngram-external-sam-budget"),
     *("--nproc-per-node", "--no_local_rank", "--num_gpus", "--module", "--no-deps", "--help"),
 }
-"""Flags of vLLM, SGLang, torchrun, deepspeed and pip, and the one that every command has."""
+"""Flags of vLLM, SGLang, torchrun, deepspeed and pip, and the option `--help` of every command."""
 OTHERS_MESSAGES = {"No such option", "No space left on device"}
 """Messages of Typer and of the operating system."""
 NEEDS_NOTHING = ("doctor", "domains", "recipes", "guide")

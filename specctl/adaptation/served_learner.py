@@ -140,7 +140,7 @@ class ServedLearner:
             return Publication(self.publisher.version, "failed", None, None, time.perf_counter() - began)
 
     def _replaced(self, suspected: bool) -> bool:
-        """Whether the engines drafted with something else, and were given the present version again."""
+        """Whether the engines drafted with other weights, and were given the present version again."""
         try:
             return self.publishes and self.publisher.restore_if_replaced(suspected)
         except EngineError as error:

@@ -284,7 +284,7 @@ class RequestedTraffic:
     passed_over = 0
 
     def __init__(self, stream: PromptStream, recipe: LearnFromServerRecipe, client: Client, baseline: Client):
-        """`baseline`: requests the same prompts from other servers; a client without servers is not used."""
+        """`baseline`: client of the servers that answer the same prompts for comparison; it may have no servers."""
         self.stream, self.recipe, self.client, self.baseline = stream, recipe, client, baseline
         self.stdin, self.total = stream.stdin, stream.total
 

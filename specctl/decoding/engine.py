@@ -265,8 +265,8 @@ class Engine:
 
     @property
     def _shares(self) -> bool:
-        """Whether sequences share the pages of common prefixes. They cannot if features are kept: the prefill computes
-        the features of every sequence."""
+        """Whether sequences share the pages of common prefixes. They cannot if drafters read features: the prefill of
+        each sequence computes these."""
         return self.state.pool is not None and not self.state.taps and self.options.prefix_cache is None
 
     def _count_fitting(self, count: int) -> int:

@@ -103,7 +103,7 @@ class DecodeState:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all sequences and everything kept for them."""
+        """Remove all sequences, with their cache rows, features and drafter memory."""
         self.rows: list[Sequence] = []
         self.cache: KVCache = self._new_cache(0)
         self.features: Tensor | None = None

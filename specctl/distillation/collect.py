@@ -18,7 +18,8 @@ ALONE = (0, 1)  # the only writer of its directory
 
 
 def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None = None) -> DistillResult:
-    """Store the responses of a log in a recipe's directory, each once. The target's weights are not needed.
+    """Store the responses of a log in the directory of the recipe. A response that the log repeats is stored once. The
+    target's weights are not needed.
 
     Raises:
         DataError: no usable responses, or a directory with other settings.

@@ -63,11 +63,11 @@ async def publish(places: Sequence[PublicationServer], name: str, corpus: Corpus
         raise
     done = []
     for place, known, count in zip(places, there, loaded, strict=True):
-        olds = [old for old in known if old.startswith(f"{name}{MARK}") and old != new]
-        gone = [old for old in olds if await _remove(place, old)]
-        if stays := sorted({*olds} - {*gone}):
+        earlier = [corpus for corpus in known if corpus.startswith(f"{name}{MARK}") and corpus != new]
+        removed = [corpus for corpus in earlier if await _remove(place, corpus)]
+        if stays := sorted({*earlier} - {*removed}):
             progress.warn(f"{place.url} has {new}, but still has {', '.join(stays)}, which it did not remove")
-        done.append(PublishedCorpus(place.url, new, count, gone))
+        done.append(PublishedCorpus(place.url, new, count, removed))
     return done
 
 

@@ -69,7 +69,7 @@ class Block(NamedTuple):
 
 
 def checked_block(found: HeadDirectory, facts: TargetFacts, block: Block, *, local: bool) -> Block:
-    """Return the block of a head with its mask embedding. Raises CheckpointError for invalid values.
+    """Return the block of a head, completed by its mask embedding. Raises CheckpointError for invalid values.
 
     `local`: the head has convolutions and a candidate selector.
     """

@@ -159,7 +159,7 @@ class Meter(Collector):
         return made.labels(self.model)
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """Read the number of texts in the batch, and of waiting ones, whenever the page is made."""
+        """Show the numbers of texts in the batch and of waiting texts, which are read whenever /metrics is answered."""
         self._running.labels(self.model).set_function(running)
         self._waiting.labels(self.model).set_function(waiting)
 

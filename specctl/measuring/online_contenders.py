@@ -162,8 +162,8 @@ class OnlineContenders:
     def rounds_on_host(self) -> bool:
         """Whether the rounds of drafting contenders run on the host.
 
-        They all do as soon as one contender needs it, because their speeds are compared. Plain decoding, the reference
-        for all, always runs as fast as the device allows.
+        If one contender needs the host, all use it, because their speeds are compared. Plain decoding, the reference of
+        all, always runs as fast as the device allows.
         """
         recipe = self.recipe
         if not device_rounds.possible(self.target):
@@ -172,7 +172,7 @@ class OnlineContenders:
             return True
         learning = [learner.drafter for learner in self.learners.values() if isinstance(learner, OnlineDrafter)]
         drafters = [*self.fixed.values(), *self.untrained.values(), *learning]
-        return not all(one.fixed_shape for one in drafters)
+        return not all(drafter.fixed_shape for drafter in drafters)
 
     def contenders(self) -> list[Contender]:
         """All contenders: baselines, fixed drafters, learners."""

@@ -153,7 +153,7 @@ class StreamAnswers:
         )
 
     def share_of_best(self, name: str, least: int = 0) -> Measured:
-        """mat, or tokens per second, ÷ the oracle's, over the games with at least `least` tokens."""
+        """mat (or tokens per second) of a policy ÷ the oracle's, over the games with at least `least` tokens."""
         if not self.best_arm_of:
             return Measured()
         tokens: Counter[str] = Counter()

@@ -45,7 +45,7 @@ class Acceptance:
 
     @property
     def length(self) -> float:
-        """Tokens per round, bonus token included, if no draft was too short; 1 if nothing was verified."""
+        """Tokens per round, bonus token included, if every round ended with a rejection; 1 if nothing was verified."""
         return self.verified / max(self.verified - self.accepted, 1) if self.verified else 1.0
 
     @property
@@ -54,8 +54,8 @@ class Acceptance:
 
     @property
     def variance(self) -> float:
-        """Variance of the rate as a ratio of sums over two or more texts (Cochran 1977, §6.3), because the tokens of
-        one text are alike."""
+        """Variance of the rate, by the formula for a ratio of sums over texts (Cochran 1977, §6.3): the tokens of one
+        text are not independent. It needs two or more texts."""
         n, r = len(self.texts), self.rate
         between = sum((accepted - r * verified) ** 2 for accepted, verified in self.texts)
         return between * n / (n - 1) / self.verified**2

@@ -34,7 +34,7 @@ class DepthDrafter(HeadWeights, Drafter):
     reads_tokens: bool
 
     def __init__(self, module: DepthHeads, target: Target, shape: TreeShape, accuracy: Sequence[float]):
-        """`accuracy`: how often each rank among a head's candidates is the target's token."""
+        """`accuracy`: by rank among a head's candidates, how often that candidate is the target's token."""
         super().__init__(module, target)
         config = module.config
         self.taps, self.draft_heads = config.taps, config.draft_heads

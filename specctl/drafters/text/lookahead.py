@@ -149,7 +149,7 @@ class Window:
         return found
 
     def go_on(self, predicted: list[int]) -> None:
-        """Move the first columns on by one predicted token each."""
+        """Append one predicted token to each of the first columns, which lose their first token."""
         for column, token in zip(self.columns, predicted, strict=False):
             self.keep([*column, token])
             del column[0]

@@ -209,10 +209,10 @@ class PreferenceLearner:
 
     def state(self) -> dict[str, Tensor]:
         """Weights, moments and counters, as copies that later learning does not change."""
-        found = {f"weight.{name}": weight.detach().clone() for name, weight in self._trainable().items()}
+        tensors = {f"weight.{name}": weight.detach().clone() for name, weight in self._trainable().items()}
         for place, moments in self._optimizer.state_dict()["state"].items():
-            found |= {f"optimizer.{place}.{name}": value.detach().clone() for name, value in moments.items()}
-        return found | {"chunks": torch.tensor(self.chunks)}
+            tensors |= {f"optimizer.{place}.{name}": value.detach().clone() for name, value in moments.items()}
+        return tensors | {"chunks": torch.tensor(self.chunks)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Resume from a `state()`. Raises CheckpointError if it belongs to another model."""

@@ -79,7 +79,8 @@ class Table:
 
 
 def of_arms(table: Table, names: Sequence[str]) -> Table:
-    """The table of these arms, in this order. K is their longest possible draft, as in live decoding.
+    """The table of these arms, in this order. Its depth is the longest draft that one of them can make, as in live
+    decoding.
 
     Raises CheckpointError if the table lacks an arm.
     """

@@ -201,7 +201,7 @@ class Game:
     def _restart(self, drift: Drift) -> None:
         """Forget everything learned before the change that the drift test has noticed; scoring begins anew."""
         hurried = self._realised is not None and self.rules.unit == "token"
-        if hurried:  # as at the start of a game, one scored depth tells something at once
+        if hurried:  # one scored depth is a loss at once, as at the start of a game
             self._feed(self._delay.flush())
         self._stale_vectors = max(len(self._owners) - drift.since, 0)
         if hurried:
