@@ -99,13 +99,19 @@ def table(*columns: str, rows: list[list[Any]]) -> RenderableType:
 
     On a narrow terminal headings break between words, and long texts anywhere; names and numbers stay whole. Many
     columns stand closer there. Columns that do not fit follow in further tables, after the columns that name the rows.
+    If two columns of texts do not fit, each text stands below its name.
     """
     made = _table(columns, rows)
     names = next((n for n in range(1, len(columns)) if len({str(row[:n]) for row in rows}) == len(rows)), 1)
-    if not sys.stdout.isatty() or len(columns) < names + 2 or _fits(made):
+    if not sys.stdout.isatty() or _fits(made):
         return made
     from rich.console import Group
+    from rich.padding import Padding
 
+    if len(columns) == 2 and all(isinstance(value, str) for _, value in rows):
+        return Group(*(part for name, value in rows for part in (cell(name), Padding(cell(value), (0, 0, 0, 4)))))
+    if len(columns) < names + 2:
+        return made
     for count in range(len(columns) - 1, names, -1):
         made = _table(columns[:count], [row[:count] for row in rows])
         if _fits(made):

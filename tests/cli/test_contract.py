@@ -521,13 +521,14 @@ def test_an_imported_head_is_evaluated_next_if_it_could_be_tried(capsys, probe):
     assert (last == "next: specctl eval --target b --drafter drafters/a --drafter lookup") == (probe is not None)
 
 
+@pytest.mark.parametrize("width", [80, 60])
 @pytest.mark.parametrize("argv", [["recipes", "ls"], ["domains", "ls"], ["guide"], ["guide", "lossless"]], ids=" ".join)
-def test_pages_and_lists_fit_80_columns(monkeypatch, argv):
-    """One long word made the list of recipes 81 columns wide, and every line was followed by an empty one."""
-    terminal = stdout_as_terminal(monkeypatch)
+def test_pages_and_lists_fit_a_terminal(monkeypatch, argv, width):
+    """One long word made the list of recipes wider than the terminal, which broke every line."""
+    terminal = stdout_as_terminal(monkeypatch, str(width))
     run(argv)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
-    assert len(lines) > 5 and max(map(len, lines)) <= 80
+    assert len(lines) > 5 and max(map(len, lines)) <= width
 
 
 def test_a_long_path_of_a_target_does_not_widen_the_report_of_doctor(monkeypatch):
