@@ -24,6 +24,11 @@ PATTERNS = {
     "as it is": r"\bas (?:it|they) (?:is|are|was|were|stands?|do|does|did)\b",
     "an opening without its noun": r"(?:^|[.:;] )(?:The same|Those|What|Which|But for|None|Nobody|Such|Else)\b",
 }
+BRITISH = re.compile(
+    r"(?<!`)\b(?:learnt|spelt|licences?|colours?|behaviours?|centres?|labelled|modelled|signalled"
+    r"|(?:initial|normal|optim|penal|quant|random|recogn|special|synchron|token|util)is(?:e[ds]?|ing|ation))\b",
+    re.IGNORECASE,
+)
 COMPILED = {name: re.compile(pattern, re.MULTILINE) for name, pattern in PATTERNS.items()}
 
 
@@ -59,6 +64,13 @@ def test_prose_is_plain():
         if len(found) > max(1, BUDGET * words / 1000):
             over[package] = found
     assert not over, "\n".join(f"{package}: {found}" for package, found in over.items())
+
+
+def test_words_are_spelled_as_in_american_english():
+    """One page said "learned", a table "learnt". Keys that users keep, such as `learnt`, stand between backticks."""
+    texts = [(path.name, text) for paths in packages().values() for path in paths for text in prose_of(path)]
+    assert [(name, hit.group()) for name, text in texts for hit in BRITISH.finditer(text)] == []
+    assert BRITISH.search("The learnt weights") and BRITISH.search("It is normalised.")
 
 
 @pytest.mark.parametrize(

@@ -336,10 +336,10 @@ def _report(document: dict[str, Any], about: Description | None) -> Any:
 
     from specctl.threads import counted
 
-    colours = {"ok": "green", "note": "yellow", "missing": "bold red"}
+    colors = {"ok": "green", "note": "yellow", "missing": "bold red"}
     grid = Table.grid(padding=(0, 2))
     for finding in document["findings"]:
-        state = f"[{colours[finding['state']]}]{finding['state']}[/]"
+        state = f"[{colors[finding['state']]}]{finding['state']}[/]"
         fix = f"→ {cell(finding['fix'])}" if finding["fix"] else ""
         grid.add_row(state, cell(_label(finding["what"])), f"{cell(finding['value'])}  {fix}".rstrip())
     missing = document["missing"]

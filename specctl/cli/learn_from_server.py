@@ -66,7 +66,7 @@ def show(document: dict[str, Any]) -> Any:
     from rich.console import Group
 
     titles = (
-        *("chunk", "drafted by", "texts", "mat", "mat of the baseline", "learnt"),
+        *("chunk", "drafted by", "texts", "mat", "mat of the baseline", "learned"),
         *("published", "mat before", "after"),
     )
     rows = []

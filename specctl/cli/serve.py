@@ -150,7 +150,7 @@ def certain(document: dict[str, Any]) -> list[str]:
 
 
 def learnt(name: str, learning: dict[str, Any] | None) -> list[str]:
-    """Render what a drafter learnt: nothing if it did not learn. The name of the only drafter is empty."""
+    """Render the learning of a drafter: nothing if it did not learn. The name of the only drafter is empty."""
     if learning is None:
         return []
     counts = f"{learning['lessons']} lessons changed the weights, {learning['rollbacks']} were taken back"

@@ -29,7 +29,7 @@ from specctl.recipe.server import ServerRecipe
 from specctl.runs import Run
 
 LEARNT_POOL = "drafters"
-"""Directory of the learnt drafters, which is a pool again."""
+"""Directory of the learned drafters, which is a pool again."""
 
 
 @dataclass
@@ -134,7 +134,7 @@ def learn_from_servers(
 def new_learner(
     recipe: LearnFromServerRecipe, client: Client, target: Target, run: Run, folder: Path
 ) -> LearningServer:
-    """Make the learner of a server's drafter, which is saved in `folder` of the pool of learnt drafters."""
+    """Make the learner of a server's drafter, which is saved in `folder` of the pool of learned drafters."""
     (algo,), (seed,), start = recipe.algo, recipe.seeds, recipe.init
     assert start is not None
     options = recipe.publication

@@ -38,7 +38,7 @@ class LearningSummary:
     """Learning of a drafter of a gateway, from its start to its end.
 
     Attributes:
-        drafter: directory of the learnt drafter, or None if no weights have changed.
+        drafter: directory of the learned drafter, or None if no weights have changed.
         version: number of the weights that drafted at the end; 0 = the weights of the start.
         lessons: lessons that changed weights.
         mat_first, mat_last, mat: tokens per pass with the weights of the start, with the weights before the last ones,

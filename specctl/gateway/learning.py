@@ -66,7 +66,7 @@ class BackgroundOnlineDrafter(AsyncOnlineDrafter):
             changed = True
         if changed and not torch.equal(OnlineDrafter.played(self) if known is None else known, self.played()):
             if not self.played().isfinite().all():
-                raise SpecctlError("the learnt weights are not finite", "lower learn.learner.lr")
+                raise SpecctlError("the learned weights are not finite", "lower learn.learner.lr")
             # Never in place: meanwhile the engine's thread drafts with the present weights.
             self.drafter = self.drafter_of(self.played())
         lessons, self._unreported = self._unreported, []
@@ -276,7 +276,7 @@ class HeadLearner:
         except (SpecctlError, OSError) as error:
             self.meter.fault("learner's copy")
             if not self._save_failed:
-                progress.warn(f"the learnt drafter is not saved: {error}")
+                progress.warn(f"the learned drafter is not saved: {error}")
             self._save_failed = True
 
     def fail(self, error: BaseException) -> None:

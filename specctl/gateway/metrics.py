@@ -76,7 +76,7 @@ class LearningCounts:
         version: number of the weights that draft now; 0 = the weights of the start.
         lessons: number of lessons by their result, a status of `UpdateOutcome`.
         rollbacks: number of updates that were taken back.
-        texts: texts that were learnt from.
+        texts: texts that were learned from.
         dropped: texts that were left out: too long, or no room in the buffer.
         learn_s: seconds of lessons.
         serve_s: seconds in which texts were decoded.
@@ -265,7 +265,7 @@ class Meter(Collector):
         lessons = CounterMetricFamily("specctl:learning_lessons", "Lessons by result.", labels=(*labels, "status"))
         sums = {
             "rollbacks": "Updates that were taken back.",
-            "texts": "Texts that were learnt from.",
+            "texts": "Texts that were learned from.",
             "dropped": "Texts that were left out: too long, or no room.",
             "learn_s": "Seconds of lessons.",
             "serve_s": "Seconds in which texts were decoded.",

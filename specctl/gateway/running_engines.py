@@ -130,7 +130,7 @@ class RunningEngines:
         self._warned: set[str] = set()
         self._ready: asyncio.Future[bool] | None = None  # answer of the engines about their health
         self._asked_at = 0.0  # when they were asked
-        self._heard: list[tuple[ServerChoice, str, TextCounts]] = []  # texts that the dispatch has not learnt from
+        self._heard: list[tuple[ServerChoice, str, TextCounts]] = []  # texts that the dispatch has not learned from
         self._learn_s = 0.0  # CPU seconds of the last learning
         self._learn_at = 0.0  # time of the next call of `learn`
         if dispatch is not None:

@@ -430,5 +430,5 @@ def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
 def _location(origin: str, path: KeyPath) -> str:
     """Return `origin: key`, or the origin alone if it contains the key: `--arch`, `optimizer.lr=abc`."""
     key = brief(dotted(path))
-    spelt = key in ("", origin.removeprefix("--").replace("-", "_")) or origin.startswith(f"{key}=")
-    return origin if spelt else f"{origin}: {key}"
+    named = key in ("", origin.removeprefix("--").replace("-", "_")) or origin.startswith(f"{key}=")
+    return origin if named else f"{origin}: {key}"

@@ -78,7 +78,7 @@ def shares(rows: Mapping[str, Sequence[float]], names: Sequence[str], looks: Seq
                 value / whole,
                 left=left,
                 height=0.7,
-                color=look.colour,
+                color=look.color,
                 hatch=look.hatch,
                 edgecolor="white",
                 linewidth=0.5,
@@ -93,7 +93,7 @@ def shares(rows: Mapping[str, Sequence[float]], names: Sequence[str], looks: Seq
 
 
 def _draw(axes: Any, y: int, bar: Bar) -> None:
-    axes.barh(y, bar.value, height=0.72, color=bar.look.colour, hatch=bar.look.hatch, edgecolor="white", linewidth=0)
+    axes.barh(y, bar.value, height=0.72, color=bar.look.color, hatch=bar.look.hatch, edgecolor="white", linewidth=0)
     if bar.interval is not None:
         axes.hlines(y, *bar.interval, color="#111111", linewidth=1.1)
         axes.plot(bar.interval, [y, y], "|", color="#111111", markersize=4)

@@ -46,7 +46,7 @@ class Panel:
     limits: tuple[float | None, float | None] | None = None
 
 
-def labelled(rows: Sequence[Mapping[str, Any]], x: str, y: str, looks: Looks) -> list[Curve]:
+def labeled(rows: Sequence[Mapping[str, Any]], x: str, y: str, looks: Looks) -> list[Curve]:
     """Build a curve of field `y` over field `x` for each `label` of the rows that has numbers."""
     made = []
     for label in dict.fromkeys(row["label"] for row in rows):
@@ -103,7 +103,7 @@ def stacked(
     """Draw stacked areas that fill the whole height; shares: [len(names), len(x)]."""
     figure, (axes,) = _figure(1, names)
     style_axes(axes)
-    drawn = axes.stackplot(x, shares, colors=[look.colour for look in looks], edgecolor="white", linewidth=0.4)
+    drawn = axes.stackplot(x, shares, colors=[look.color for look in looks], edgecolor="white", linewidth=0.4)
     for area, look in zip(drawn, looks, strict=True):
         area.set_hatch(look.hatch)
     axes.set(xlabel=x_label, ylabel=y_label, ylim=(0, 1))
@@ -143,13 +143,13 @@ def _draw(axes: Any, line: Curve, alone: bool) -> Any:
     width = 1.6
     if line.noisy and len(x) > MOST_MARKERS:
         if alone:  # the noise of several lines would hide them all
-            axes.plot(x[::every], y[::every], color=line.look.colour, alpha=0.25, linewidth=0.6)
+            axes.plot(x[::every], y[::every], color=line.look.color, alpha=0.25, linewidth=0.6)
         y = running_mean(y, max(3, int(SMOOTHED * len(y))))
     marker = line.look.marker if len(x) <= MOST_MARKERS else ""
     (drawn,) = axes.plot(
         x[::every],
         y[::every],
-        color=line.look.colour,
+        color=line.look.color,
         linestyle=line.look.dash,
         linewidth=width,
         marker=marker,

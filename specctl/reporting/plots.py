@@ -18,7 +18,7 @@ LABELS = {
     "speedup": ("speed-up", "tokens/s over plain decoding"),
     "accept_rate": ("acceptance", "accepted share of the verified draft tokens"),
 }
-COLOURS = "YlGnBu"  # sequential, readable in grey and by color-blind readers
+COLORS = "YlGnBu"  # sequential, readable in grey and by color-blind readers
 NOTHING = "#ededed"  # a cell without a measurement
 GAP = 6  # points between the rest and averages or baselines
 ROW, COLUMN, CHARACTER = 0.34, 0.72, 0.082  # inches
@@ -67,8 +67,8 @@ def heat_map(matrix: dict[str, Any], title: str = "") -> Figure:
     width, height = column * across + CHARACTER * max(map(len, names)) + MARGIN_X, ROW * down + MARGIN_Y
     figure = Figure(figsize=(max(width, SMALLEST[0]), max(height, SMALLEST[1])), layout="constrained")
     axes = figure.add_subplot()
-    colours = colormaps[COLOURS].with_extremes(bad=NOTHING)
-    image = axes.imshow(values, cmap=colours, extent=(0, across, down, 0), aspect="auto")
+    colors = colormaps[COLORS].with_extremes(bad=NOTHING)
+    image = axes.imshow(values, cmap=colors, extent=(0, across, down, 0), aspect="auto")
     widths = [GAP if y == len(matrix["drafters"]) else 1 for y in range(1, down)]
     axes.hlines(range(1, down), 0, across, "white", linewidth=widths)
     axes.vlines(range(1, across), 0, down, "white", linewidth=[1] * (across - 2) + [GAP])

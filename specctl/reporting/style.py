@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe & Ito 2008, distinguishable by color-blind readers, without the yellow that is invisible on white paper.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 MARKERS = "osD^vPX"
 HATCHES = ("", "//", "..", "xx")
@@ -25,7 +25,7 @@ LONGEST = 36  # maximal characters of a name in a picture
 class Look:
     """Style of one name, as a line (dash, marker) and as an area (hatch)."""
 
-    colour: str
+    color: str
     dash: str | tuple
     marker: str
     hatch: str
@@ -42,14 +42,14 @@ class Looks(dict[str, Look]):
         plain = plain_name(name)
         alike = [other for other in map(plain_name, [*self, name]) if is_baseline(other) == is_baseline(plain)]
         order, variant = list(dict.fromkeys(alike)).index(plain), alike.count(plain) - 1
-        self[name] = grey(order + variant, variant) if is_baseline(plain) else colourful(order, variant)
+        self[name] = grey(order + variant, variant) if is_baseline(plain) else colorful(order, variant)
         return self[name]
 
 
-def colourful(number: int, variant: int) -> Look:
-    turn = number // len(COLOURS)
+def colorful(number: int, variant: int) -> Look:
+    turn = number // len(COLORS)
     return Look(
-        COLOURS[number % len(COLOURS)],
+        COLORS[number % len(COLORS)],
         DASHES[(turn + variant) % len(DASHES)],
         MARKERS[(number + turn) % len(MARKERS)],
         HATCHES[(turn + variant) % len(HATCHES)],

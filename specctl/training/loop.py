@@ -184,7 +184,7 @@ class Trainer:
                     self.save()
                 if stopping:
                     interrupts.check()
-                    raise SystemExit(75)  # another rank was signalled
+                    raise SystemExit(75)  # another rank was signaled
         if at.step < self.schedule.steps:  # with max_steps, a time limit is only a safety net
             tell = warn if recipe.max_steps else log
             tell(

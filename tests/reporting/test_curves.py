@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from specctl.reporting import bars, curves, plots
 from specctl.reporting.bars import Bar
 from specctl.reporting.curves import Curve, Panel, running_mean
-from specctl.reporting.style import COLOURS, Looks, grouped_names, short
+from specctl.reporting.style import COLORS, Looks, grouped_names, short
 
 
 def drawn(figure):
@@ -74,19 +74,19 @@ def test_the_running_mean_skips_missing_values(values, window):
 
 def test_a_name_keeps_its_style_and_styles_differ():
     looks = Looks()
-    names = [f"drafter {n}" for n in range(4 * len(COLOURS))]
-    seen = [looks[name] for name in names] + [looks[f"{name} #2"] for name in names[: 2 * len(COLOURS)]]
+    names = [f"drafter {n}" for n in range(4 * len(COLORS))]
+    seen = [looks[name] for name in names] + [looks[f"{name} #2"] for name in names[: 2 * len(COLORS)]]
     assert len(set(seen)) == len(seen)
     assert looks["drafter 3"] == seen[3]
-    assert looks["drafter 3 #2"].colour == looks["drafter 3"].colour
+    assert looks["drafter 3 #2"].color == looks["drafter 3"].color
 
 
 def test_baselines_are_gray_and_use_no_color():
     looks = Looks()
-    assert looks["vanilla"].colour == looks["vanilla #2"].colour == looks["transformers"].colour
-    assert looks["transformers+lookup"].colour == looks["vanilla"].colour
+    assert looks["vanilla"].color == looks["vanilla #2"].color == looks["transformers"].color
+    assert looks["transformers+lookup"].color == looks["vanilla"].color
     assert len({looks["vanilla"], looks["vanilla #2"], looks["transformers"]}) == 3
-    assert looks["first"].colour == COLOURS[0]
+    assert looks["first"].color == COLORS[0]
 
 
 def test_bars_of_a_name_share_a_row_in_all_panels():

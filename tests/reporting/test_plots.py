@@ -59,9 +59,9 @@ def test_axes_and_color_bar_are_labeled():
 def test_text_contrasts_with_its_cell():
     """White on pale yellow is unreadable."""
     axes = plots.heat_map(MATRIX).axes[0]
-    colours = {text.get_text(): text.get_color() for text in axes.texts}
-    assert colours["3.00"] == "white"
-    assert colours["1.00"] != "white"
+    colors = {text.get_text(): text.get_color() for text in axes.texts}
+    assert colors["3.00"] == "white"
+    assert colors["1.00"] != "white"
 
 
 def test_the_png_has_the_size_of_its_figure(tmp_path):

@@ -65,10 +65,10 @@ def _headline(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _decoding(rows: Sequence[Row], looks: Looks) -> Figure:
-    speeds = curves.labelled(rows, "batch", "tokens_per_s", looks)
+    speeds = curves.labeled(rows, "batch", "tokens_per_s", looks)
     panels = [Panel("tokens/s, decode phase", speeds, limits=(0, None))]
     faster = [row for row in rows if usable_value(row, "speedup") is not None]
-    if lines := curves.labelled(faster, "batch", "speedup", looks):
+    if lines := curves.labeled(faster, "batch", "speedup", looks):
         panels.append(Panel("speed-up\n(over plain, same batch)", lines, reference=(1.0, "plain decoding")))
     return curves.lines(panels, "batch (sequences)", powers_of_two=True)
 

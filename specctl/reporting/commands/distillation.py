@@ -82,7 +82,7 @@ def _histograms(lengths: Mapping[str, Mapping[str, Any]], looks: Looks) -> Figur
     figure = Figure(figsize=(6.6, 2.4), layout="constrained")
     for axes, (name, found) in zip(figure.subplots(1, len(lengths)), lengths.items(), strict=True):
         style_axes(axes)
-        axes.stairs(found["counts"], found["edges"], fill=True, color=looks[name].colour)
+        axes.stairs(found["counts"], found["edges"], fill=True, color=looks[name].color)
         axes.set_xlabel(f"{name} tokens")
     figure.axes[0].set_ylabel("count")
     return figure

@@ -40,7 +40,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     lengths = [{**row, "label": run.named(row["server"])} for run in runs for row in run.result["lengths"]]
     made = Contents()
     over_load = {
-        key: curves.labelled(rows, "concurrency", key, looks)
+        key: curves.labeled(rows, "concurrency", key, looks)
         for key in ("tokens_per_s", "request_tokens_per_s", "mat", "speedup")
     }
     panels = [

@@ -26,7 +26,7 @@ CHUNK = headings(
     version="drafted by",
     prompts="texts",
     baseline_mat="mat, the drafter that stays",
-    status="learnt",
+    status="learned",
     mat_before="mat of the probes before",
     mat_after="after",
 )
@@ -35,14 +35,14 @@ CHUNK = headings(
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     rows = [{**_row(row), "label": run.named(run.result["algo"])} for run in runs for row in run.result["per_chunk"]]
     learners = Looks()
-    lines = curves.labelled(rows, "chunk", "mat", learners)
-    for n, line in enumerate(curves.labelled(rows, "chunk", "baseline_mat", learners)):
+    lines = curves.labeled(rows, "chunk", "mat", learners)
+    for n, line in enumerate(curves.labeled(rows, "chunk", "baseline_mat", learners)):
         lines.append(replace(line, name=f"{line.name}, fixed drafter", look=grey(n)))
     made = Contents()
     if len(runs) == 1:
         made.headline = {title: usable_value(runs[0].result, key) for key, title in HEADLINE.items()}
     caption = "An online drafter, chunk by chunk: the engine drafts with it, and it learns from the engine's texts."
-    losses = curves.labelled(rows, "chunk", "loss", learners)
+    losses = curves.labeled(rows, "chunk", "loss", learners)
     panels = [Panel("mat\n(tokens per pass of the target)", lines), Panel("loss", losses)]
     made.pictures += curves.picture("served", caption, panels, "chunk")
     made.tables = [records("served", "Chunks and published versions", rows, CHUNK)]

@@ -44,9 +44,9 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     made = Contents()
     modes = [{**_flat(row), "label": run.named(row["mode"])} for run in runs for row in run.result["modes"]]
     chunks = [{**row, "label": run.named(row["mode"])} for run in runs for row in run.result.get("per_chunk") or []]
-    colours = Looks()
+    colors = Looks()
     drafted = [row for row in chunks if row["mode"] != "target"]
-    panels = [Panel(title, curves.labelled(drafted, "chunk", key, colours)) for key, title in CHUNK.items()]
+    panels = [Panel(title, curves.labeled(drafted, "chunk", key, colors)) for key, title in CHUNK.items()]
     caption = "Steps of the learning draft LM, chunk by chunk of the stream."
     made.pictures += curves.picture("steps", caption, panels, "chunk")
     columns: dict[str, str] = {}
