@@ -154,6 +154,11 @@ def up_to(limit: int | None, thing: str) -> str:
     return f"up to {counted(limit, thing)}" if limit else f"all {thing}s"
 
 
+def every(count: int, thing: str) -> str:
+    """Return a period in words: `every prompt`, or `every 8 prompts`."""
+    return f"every {thing}" if count == 1 else f"every {counted(count, thing)}"
+
+
 def step_name(path: str) -> str:
     """Return the name, in words, of the code path that runs a target's steps."""
     names = {"lean": "the lean step", "transformers": "the forward of transformers", "engine": "an engine alone"}

@@ -61,4 +61,5 @@ def _card(document: dict[str, Any]) -> str:
     )
     samples = "\n\n".join(cell(sample) for sample in document["samples"])
     heading = f"{document['name']}: {cell(document['description'])}"
-    return f"{heading}\n\npublic data set\n{public}\n\nprompts from the generator\n\n{samples}".rstrip()
+    generated = f"\n\nprompts from the generator\n\n{samples}" if samples else ""
+    return f"{heading}\n\npublic data set\n{public}{generated}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from specctl.cli import checks
 from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.output import cell, fields, shell_line, table
-from specctl.drafters.names import parts_of
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import WEIGHTLESS_DRAFTERS
 
@@ -27,8 +27,9 @@ def export(recipe: ExportRecipe, dry_run: bool) -> None:
     """Write a drafter for vLLM, SGLang, speculators or transformers, and print the command that serves it."""
     if str(recipe.source) in WEIGHTLESS_DRAFTERS and not recipe.source.exists():
         raise UsageError(f"{recipe.source} has no weights to export: it drafts from the text of the request", NAMELESS)
-    if len(parts := parts_of(str(recipe.source))) > 1:
-        raise UsageError(f"{recipe.source} is a hybrid, which no engine drafts with", f"export its head: {parts[0]}")
+    head = str(recipe.source).rpartition("+")[0]
+    if os.path.isdir(head) and not os.path.lexists(recipe.source):
+        raise UsageError(f"{recipe.source} is a hybrid, which no engine drafts with", f"export its head: {head}")
     checks.check_directory(str(recipe.source))
     from specctl.commands.export import check_family  # takes seconds
     from specctl.drafters import checkpoint

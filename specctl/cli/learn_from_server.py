@@ -11,7 +11,6 @@ from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, table
 from specctl.cli.warm_up import stream_of
 from specctl.errors import UsageError
-from specctl.threads import counted
 
 if TYPE_CHECKING:
     from specctl.recipe import LearnFromServerRecipe
@@ -58,7 +57,7 @@ def steps(recipe: LearnFromServerRecipe) -> list[str]:
     if checks.local_target(recipe.target) is not None:
         check_target(recipe)
     target = checks.check_target(recipe.target, [str(start)])
-    return [target, texts, f"learn after every {counted(recipe.chunk, 'text')}: {algo} from {start}", publish]
+    return [target, texts, f"learn after {checks.every(recipe.chunk, 'text')}: {algo} from {start}", publish]
 
 
 def show(document: dict[str, Any]) -> Any:

@@ -95,7 +95,7 @@ def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, Distil
         f"answer prompts ({stream_of(recipe)}), {counted(len(recipe.seeds), 'time')}, "
         f"with {', '.join([*recipe.baselines, *recipe.algo])}"
         + (f"; every head drafts in one tree with {recipe.companion}" if recipe.companion else ""),
-        f"{where} after every {counted(recipe.chunk, 'prompt')}: "
+        f"{where} after {checks.every(recipe.chunk, 'prompt')}: "
         + ", ".join(
             f"{name} from {recipe.pool or recipe.initial_drafter(recipe.family_of(name))}" for name in recipe.algo
         ),

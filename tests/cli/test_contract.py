@@ -209,6 +209,12 @@ def test_counts_in_plans_have_their_noun(specctl):
     )
 
 
+@pytest.mark.parametrize(("chunk", "period"), [("1", "after every prompt: "), ("8", "after every 8 prompts: ")])
+def test_the_plan_of_online_names_its_period(specctl, chunk, period):
+    plan = specctl.ok("online", "--algo", "ogd", "--schedule", "sql:8", "--chunk", chunk, "--dry-run", "--json")
+    assert any(f"learn {period}" in step for step in plan.json["steps"])
+
+
 def test_an_overlong_pool_name_is_a_usage_error(specctl):
     done = specctl("select", "--pool", "a" * 300, "--dry-run")
     assert done.code == 2 and "File name too long" in done.err

@@ -57,6 +57,7 @@ def test_domains_are_listed_and_shown(specctl):
     done = specctl("domains", "show", "sql", "--samples", "2", "--json")
     assert len(done.json["samples"]) == 2
     assert done.json["public"]["licence"]
+    assert specctl("domains", "show", "sql", "--samples", "0").out.count("prompts from the generator") == 0
     shown = specctl("domains", "show", "sql").out
     assert "prompts from the generator" in shown and "split: train = train[:95%], test = train[95%:]" in shown
 

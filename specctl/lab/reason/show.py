@@ -115,7 +115,7 @@ def steps(recipe: ReasonRecipe) -> list[str]:
     ]
     if learners:
         plans.append(
-            f"after every {counted(recipe.chunk, 'prompt')} {' and '.join(learners)} learn from the rejected steps"
+            f"after {checks.every(recipe.chunk, 'prompt')} {' and '.join(learners)} learn from the rejected steps"
         )
     return [
         *plans,
