@@ -2,7 +2,6 @@
 
 import socket
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 DOWNLOAD = "download it first: hf download OWNER/NAME --local-dir DIR; then give DIR"
 PATIENCE_S = 2.0  # seconds to wait for a connection
@@ -15,6 +14,8 @@ def connect() -> None:
 
     Raises ConnectionError, which names the host and the cause.
     """
+    from urllib.request import getproxies, proxy_bypass  # with HTTP and TLS, which most commands do not need
+
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -108,7 +108,7 @@ def test_an_unreachable_hub_is_reported_at_once(monkeypatch, capfd):
 
     before = constants.HF_HUB_OFFLINE
     monkeypatch.setattr("socket.create_connection", refused)
-    monkeypatch.setattr("specctl.hub.getproxies", dict)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
     with pytest.raises(DataError, match=r"openai/gsm8k: .* huggingface.co cannot be reached \(Connection refused\)"):
         load_public(get("math"))
     assert (constants.HF_HUB_OFFLINE, capfd.readouterr().err) == (before, "")
@@ -120,6 +120,6 @@ def test_a_proxy_for_all_schemes_is_used(monkeypatch):
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("socket.create_connection", lambda place, _: asked.append(place) or io.BytesIO())
-    monkeypatch.setattr("specctl.hub.getproxies", lambda: {"all": "socks5://proxy:1080"})
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"all": "socks5://proxy:1080"})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"question": f"{constants.HF_HUB_OFFLINE}"}])
     assert list(load_public(get("math"))) == ["False"] and asked == [("proxy", 1080)]

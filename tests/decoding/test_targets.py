@@ -16,7 +16,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from specctl import hub
 from specctl.decoding.models import lean, loading
 from specctl.decoding.models.loading import DTYPES, load_config, load_model, load_tokenizer
 from specctl.decoding.plan import plan_rows
@@ -487,16 +486,16 @@ def test_an_unknown_id_fails_at_once_without_the_hub(monkeypatch):
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
     with pytest.raises(CheckpointError, match=r"nobody/unknown is neither .* 127.0.0.1 cannot be reached"):
         loading.load_config("nobody/unknown")
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         port = proxy.getsockname()[1]
         monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
-        monkeypatch.setattr(hub, "getproxies", lambda: {"all": f"socks5://127.0.0.1:{port}"})
+        monkeypatch.setattr("urllib.request.getproxies", lambda: {"all": f"socks5://127.0.0.1:{port}"})
         loading.check_within_reach("nobody/unknown")  # the proxy may reach it
     for url in (f"http://user:secret@127.0.0.1:{port}", f"127.0.0.1:{port}", "http://127.0.0.1:port"):
-        monkeypatch.setattr(hub, "getproxies", lambda url=url: {"https": url})
+        monkeypatch.setattr("urllib.request.getproxies", lambda url=url: {"https": url})
         with pytest.raises(CheckpointError, match=r"and the proxy 127.0.0.1 cannot be reached"):
             loading.check_within_reach("nobody/unknown")
 
