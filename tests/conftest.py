@@ -19,12 +19,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specctl.decoding.models import supported
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree
 from specctl.decoding.target import load_target
 from specctl.decoding.target_text import load_target_text
 from specctl.drafters.hybrid.costs import ROWS, Costs
+from tests.toys.shallow import write_shallow
 
 torch.set_num_threads(1)
 
@@ -176,6 +178,22 @@ def cache_of_its_own(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def builtin_headers_read_once():
+    """Read the headers of the built-in target's file once per process. It is loaded hundreds of times, and the headers
+    take a fifth of that."""
+    read, seen = supported.check_headers, set()
+
+    def read_once(what, directory, config):
+        if directory not in seen:
+            read(what, directory, config)
+        seen.update({directory} & {builtin_path()})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supported, "check_headers", read_once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_power_cut():
     """Let the system choose when files reach the disk: thousands of files would wait for it in turn. The tests kill
     processes, which loses no file; they never cut the power."""
@@ -251,13 +269,7 @@ def target(builtin_target):
 def shallow(tmp_path_factory):
     """A target of the first three of the built-in target's ten layers: as sure of its tokens, in a third of the time.
     It repeats itself less, and ends its texts less often."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    place = tmp_path_factory.mktemp("shallow")
-    AutoModelForCausalLM.from_pretrained(builtin_path(), dtype=torch.float32, num_hidden_layers=3).save_pretrained(
-        place
-    )
-    AutoTokenizer.from_pretrained(builtin_path()).save_pretrained(place)
+    place = write_shallow(tmp_path_factory.mktemp("shallow") / "target", layers=3)
     return load_target(str(place), device="cpu", dtype="fp32")
 
 

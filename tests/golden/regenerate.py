@@ -6,13 +6,18 @@ from pathlib import Path
 
 from tests.golden import commands, interface
 from tests.golden.commands import Documents
+from tests.toys.shallow import write_shallow
 
 HERE = Path(__file__).parent
 
 
 def everything(place: Path) -> dict[str, Documents]:
-    """Name of a reference file → its documents; the small runs write to `place`."""
-    with commands.alone(place) as patch:
+    """Name of a reference file → its documents; the small runs write to `place`, with seven layers of the built-in
+    target and without drawing."""
+    with tempfile.TemporaryDirectory() as other, commands.alone(place) as patch:
+        small = write_shallow(Path(other) / "target", layers=7)
+        patch.setattr("specctl.decoding.models.loading.builtin_path", lambda: small)
+        patch.setattr("specctl.reporting.plots.png", lambda figure: b"")
         found = {"recipes": interface.recipe_keys(), "options": interface.options(), "shipped": interface.shipped()}
         found |= {"results": commands.results(), "files": commands.kept(place)}
         found["environment"] = interface.environment(patch.setenv)
