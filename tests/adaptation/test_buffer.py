@@ -364,7 +364,7 @@ def test_one_token_responses_are_not_stored(target, five):
     assert sorted(example.response_length for example in buffer.examples()) == [7, 9]
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3", "hydra", "dflash"])
+@pytest.mark.parametrize("name", ["plain", "eagle3", "dflash"])
 def test_device_rounds_give_the_feedback_of_host_rounds(target, five, trainables, monkeypatch, name):
     """Compare texts, rejected positions and features, in the order in which texts end."""
     drafting, drafter, taps = (

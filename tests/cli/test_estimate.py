@@ -256,7 +256,8 @@ for ((i = 0; i < 500; i++)); do sleep 0.1; done"""
     engine = f'printf \'%s\\0\' "$CUDA_VISIBLE_DEVICES" "$@" > {tmp_path}/engine.part\n'
     engine += f"mv {tmp_path}/engine.part {tmp_path}/engine"
     work = tmp_path / "work"
-    environment = stand_ins(tmp_path, specctl=called, vllm=engine) | {"WORK": str(work)}
+    programs = {"specctl": called, "vllm": engine, "sleep": "exec /bin/sleep 0.1"}
+    environment = stand_ins(tmp_path, **programs) | {"WORK": str(work)}
     script = tmp_path / "stream.sbatch"
     script.write_text(shipped()["slurm/stream"])
     running = subprocess.Popen(["bash", script], env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)

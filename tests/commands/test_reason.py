@@ -235,7 +235,8 @@ def test_resuming_with_other_settings_or_weights_is_refused(tmp_path, make, tiny
 
 def test_a_learned_transformers_model_can_be_a_draft_lm_again(tmp_path, make, tiny, tiny_directory):
     """It has no manifest. Lookup speculates within the steps."""
-    made = make(algo=["osd-lr"], seeds=[0], reasoning={"draft": tiny_directory("llama-bias-tied"), "drafter": "lookup"})
+    own = {"draft": tiny_directory("llama-bias-tied"), "drafter": "lookup"}
+    made = make(algo=["osd-lr"], seeds=[0], data={"limit": 2}, reasoning=own)
     found = learnt(tmp_path / "run", made, tiny)[0]
     again = load_draft_lm(found.drafters["osd-lr"], tiny)
     before = load_draft_lm(tiny_directory("llama-bias-tied"), tiny)
@@ -262,7 +263,8 @@ def test_without_baselines_there_are_no_comparisons(tmp_path, make, tiny):
 
 def test_an_update_with_nan_is_refused_and_reported(tmp_path, make, tiny, draft, capsys):
     learning = {"lr": 1e30, "epochs": 2, "batch": 1}
-    found = learnt(tmp_path / "run", make(algo=["osd-lr"], seeds=[0], reasoning={"learning": learning}), tiny)[0]
+    made = make(algo=["osd-lr"], seeds=[0], data={"limit": 2}, reasoning={"learning": learning})
+    found = learnt(tmp_path / "run", made, tiny)[0]
     assert any(row.refused for row in found.per_chunk)
     assert "osd-lr: a loss or weight was not finite, so chunk 1" in capsys.readouterr().err
     assert all(torch.isfinite(value).all() for value in weights(tmp_path / "run", "osd-lr").values())

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import warnings
 
 import pytest
@@ -27,8 +28,8 @@ def drafters(target, tmp_path_factory):
     made = {}
     for name in ("eagle3", "eagle", "hydra", "medusa", "lm"):
         kind = pool.load_family(name)
-        options = {"drafter": TINY} if name == "lm" else {}
-        module = kind.build(TrainRecipe(arch=name, **options), target, lambda size: list(range(size)))
+        sizes = {"lm": TINY, "eagle": {}}.get(name, {"vocab_size": 256})
+        module = kind.build(TrainRecipe(arch=name, drafter=sizes), target, lambda size: list(range(size)))
         config, tensors = kind.checkpoint_config(module, target.identity), kind.stored_state(module.state_dict())
         made[name] = checkpoint.save(root / name, config=config, tensors=tensors, info={})
     store = retrieval.collect([(list(range(40)), 4)])
@@ -52,17 +53,14 @@ def changed(drafters, target):
         config = json.loads((source / "config.json").read_text()) | (top or {})
         if architecture is not None:
             config["architecture"] = config["architecture"] | architecture
-        weights = {
-            n: t for n, t in (load_file(source / "model.safetensors") | (tensors or {})).items() if t is not None
-        }
         place = source.parent / "changed"
-        checkpoint.save(
-            place,
-            config=config | {"lora": LORA} if "lora" in config else config,
-            tensors=weights,
-            info={},
-            overwrite=True,
-        )
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(source, place)
+        if tensors:
+            weights = load_file(source / "model.safetensors") | tensors
+            save_file(
+                {name: tensor for name, tensor in weights.items() if tensor is not None}, place / "model.safetensors"
+            )
         (place / "config.json").write_text(json.dumps(config))
         (place / "manifest.json").write_text(
             json.dumps({"format": checkpoint.FORMAT, "files": checkpoint.digests(place)})

@@ -32,7 +32,7 @@ def other(target, name, monkeypatch):
 def texts(target, drafter=None, engine=None):
     """Return each text with its number of accepted draft tokens."""
     engine = engine or engine_for(target, drafter)
-    found = decode(target, toys.PROMPTS, sampling=toys.HOT, max_new_tokens=30, seeds=[*range(5)], engine=engine)
+    found = decode(target, toys.PROMPTS, sampling=toys.HOT, max_new_tokens=12, seeds=[*range(5)], engine=engine)
     return [(one.output_ids, one.accepted) for one in found]
 
 

@@ -86,11 +86,11 @@ def test_a_tail_missing_from_the_sample_is_found(rows):
 
 def test_cuts_do_not_depend_on_the_order_of_candidates(rows, monkeypatch):
     """Bit for bit: programs take places as they come, and sums are integers."""
-    x = torch.randn(len(FILTERS), 3000, generator=torch.Generator().manual_seed(1))
-    at_once = rows.row_params(x, *filters())
-    backwards = rows.row_params(x.flip(-1), *filters())
+    x, some = torch.randn(4, 3000, generator=torch.Generator().manual_seed(1)), [column[:4] for column in filters()]
+    at_once = rows.row_params(x, *some)
+    backwards = rows.row_params(x.flip(-1), *some)
     monkeypatch.setattr(rows, "PROGRAMS", 1)
-    one_by_one = rows.row_params(x, *filters())
+    one_by_one = rows.row_params(x, *some)
     for name in rows.Rows._fields:
         assert torch.equal(getattr(at_once, name), getattr(one_by_one, name)), name
     assert torch.equal(at_once.cut, backwards.cut)

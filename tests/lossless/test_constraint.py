@@ -83,8 +83,10 @@ def plain(target, requests):
     return decoded
 
 
-@pytest.mark.parametrize("samplings", [[GREEDY] * 3, [HOT, HOT, GREEDY]], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize(
+    ("name", "samplings"),
+    [*((name, [GREEDY, HOT, HOT]) for name in ONE_OF_EACH), *((name, [GREEDY] * 3) for name in ("ragged", "trees"))],
+)
 def test_constrained_texts_equal_plain_constrained_texts(target, requests, plain, name, samplings):
     expected, texts = plain(samplings)
     assert answers(target, requests(samplings), DRAFTERS[name](target, texts)) == expected

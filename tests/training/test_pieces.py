@@ -31,7 +31,7 @@ WINDOWED = {
 @pytest.fixture(scope="module")
 def texts():
     random = torch.Generator().manual_seed(0)
-    shape = [(300, 110), (60, 20), (250, 5), (480, 470)]  # (tokens, prompt tokens)
+    shape = [(230, 110), (60, 20), (200, 5), (320, 310)]  # (tokens, prompt tokens)
     return [
         Example(i, f"p{i}", torch.randint(5, 500, (size,), generator=random).tolist(), prompt)
         for i, (size, prompt) in enumerate(shape)
@@ -69,8 +69,14 @@ def agree(ours, theirs):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
 
 
-@pytest.mark.parametrize("arch", WINDOWED)
-@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize(
+    ("arch", "stride"),
+    [
+        *((arch, 1) for arch in WINDOWED),
+        ("eagle3", 3),
+        *(pytest.param(arch, 3, marks=pytest.mark.slow) for arch in WINDOWED if arch != "eagle3"),
+    ],
+)
 def test_pieces_have_the_loss_and_gradient_of_the_whole_text(shallow, texts, arch, stride):
     """Pieces train the same slots at every draft step, and each slot sees all positions its loss depends on.
 
@@ -80,7 +86,7 @@ def test_pieces_have_the_loss_and_gradient_of_the_whole_text(shallow, texts, arc
     cut = Cut.of(own.recipe.model_copy(update={"piece_prefix": own.module.sight}), own.module)
     assert cut.exact
     parts = cut(texts)
-    assert len(parts) >= 6 and max(len(part.tokens) for part in parts) <= PIECE
+    assert len(parts) >= 5 and max(len(part.tokens) for part in parts) <= PIECE
     assert [part for part in parts if not part.is_piece] == texts[1:2]
     assert sum(part.trained_tokens for part in parts) == sum(text.response_length for text in texts)
     whole = sums(own, texts, [[text] for text in texts])
@@ -121,7 +127,7 @@ def test_a_short_response_gets_as_much_context_as_fits(shallow, texts):
         own = made(arch, shallow, piece_length=PIECE, **({"drafter": drafter} if drafter else {}))
         changed = own.recipe.model_copy(update={"piece_prefix": WINDOW})
         (part,) = Cut.of(changed, own.module)([texts[3]])
-        assert (len(part.tokens), part.response_length, part.stop) == (size, 10, 480)
+        assert (len(part.tokens), part.response_length, part.stop) == (size, 10, 320)
 
 
 def test_a_piece_too_short_for_its_prefix_is_refused(shallow):
