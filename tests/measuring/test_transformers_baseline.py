@@ -92,12 +92,12 @@ def test_passes_and_times_are_counted(generator):
 def test_a_batch_gives_the_texts_of_its_prompts_alone(target, generator):
     """Prompts and texts have different lengths; tokens after an end are dropped."""
     prompts = [PROMPT, PROMPT[:5], [9, 8, 7]]
-    free = [generator.decode(prompt, 16, 0)["transformers"] for prompt in prompts]
+    free = [generator.decode(prompt, 8, 0)["transformers"] for prompt in prompts]
     generator.eos_ids, kept = frozenset({free[1].output_ids[3]}), generator.eos_ids  # makes one text end early
     generator.model.generation_config.eos_token_id = sorted(generator.eos_ids)
     try:
-        alone = [generator.decode(p, n, 0)["transformers"] for p, n in zip(prompts, (16, 16, 6), strict=True)]
-        batch = generator.decode_batch(prompts, [16, 16, 6], 0)
+        alone = [generator.decode(p, n, 0)["transformers"] for p, n in zip(prompts, (8, 8, 6), strict=True)]
+        batch = generator.decode_batch(prompts, [8, 8, 6], 0)
     finally:
         generator.eos_ids = kept
         generator.model.generation_config.eos_token_id = sorted(kept)
