@@ -392,13 +392,9 @@ def hardware() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    return cpu_field("model name") or platform.processor() or platform.machine()
-
-
-def cpu_field(name: str) -> str:
-    """Return a field of the first processor in /proc/cpuinfo, such as `flags`; empty if there is none."""
-    try:
+    """The model of the first processor in /proc/cpuinfo, or what Python knows of it."""
+    lines: list[str] = []
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return model or platform.processor() or platform.machine()

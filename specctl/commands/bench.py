@@ -105,7 +105,7 @@ def questions(recipe: BenchRecipe, target: Target, run: Run) -> list[Case]:
     if recipe.shape is None:
         rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
         data = recipe.data.model_copy(update={"limit": recipe.limit})
-        return prepare(recipe, target, read_domains(data, rejections, split="test", sample=True), rejections)
+        return prepare(recipe, target, read_domains(data, rejections, split="test"), rejections)
     generator = torch.Generator().manual_seed(recipe.data.seed)
     ids = torch.randint(5, target.vocab_size - 1, (recipe.limit, PROMPT), generator=generator).tolist()
     room = recipe.sampling.max_new_tokens

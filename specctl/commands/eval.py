@@ -89,7 +89,7 @@ def evaluate(
         threads.resume_threads(threads_of(run.dir))
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected, hold=run.replaces_earlier)
     data = recipe.data.model_copy(update={"limit": recipe.limit})
-    prompts = read_domains(data, rejections, split=recipe.split, sample=True, suite=True)
+    prompts = read_domains(data, rejections, split=recipe.split, suite=True)
     asked = prepare(recipe, target, prompts, rejections)
     cases = conversation_turns(recipe, target, asked)
     assistants: dict[str, PreTrainedModel] = {}

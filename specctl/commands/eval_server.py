@@ -82,7 +82,7 @@ def evaluate_server(recipe: EvalServerRecipe, run: Run) -> ServedResult:
         for one in clients.values():
             one.check(target)
         data = recipe.data.model_copy(update={"limit": recipe.limit})
-        prompts = read_domains(data, rejections, split=recipe.split, sample=True, suite=True)
+        prompts = read_domains(data, rejections, split=recipe.split, suite=True)
         cases = prepare(recipe, target, prompts, rejections)
         run.annotate(target=target.identity)
         rows: list[ServedRow] = []

@@ -73,7 +73,7 @@ def load_stream(
     """
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected, hold=run.replaces_earlier)
     data = recipe.data.model_copy(update={"limit": recipe.limit})
-    prompts = read_domains(data, rejections, split=recipe.split, sample=True)
+    prompts = read_domains(data, rejections, split=recipe.split)
     paths = pool_paths(recipe) if drafters is None else []
     target = target or load_target(**recipe.target.loading)
     stream = make_sessions(prepare(recipe, target, prompts, rejections), recipe)

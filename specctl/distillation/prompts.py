@@ -86,12 +86,12 @@ def no_prompts(source: str) -> DataError:
 
 
 def read_domains(
-    data: DataRecipe, rejections: Rejections, *, split: str = "train", sample: bool = False, suite: bool = False
+    data: DataRecipe, rejections: Rejections, *, split: str = "train", suite: bool = False
 ) -> list[Prompt]:
-    """Read the prompts of all domains of a recipe, domain by domain. Raises the errors of `check_files` and
+    """Read a sample of each domain of a recipe, domain by domain. Raises the errors of `check_files` and
     `read_prompts`."""
     check_files(data)
-    options: dict[str, Any] = {"split": split, "rejected_to": rejections, "sample": sample, "suite": suite}
+    options: dict[str, Any] = {"split": split, "rejected_to": rejections, "sample": True, "suite": suite}
     return [prompt for domain in data.domain for prompt in read_prompts(data, domain, **options)]
 
 

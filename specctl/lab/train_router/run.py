@@ -68,7 +68,7 @@ def examples(recipe: TrainRouterRecipe, paths: dict[str, str], rejections: Rejec
 
     Raises CheckpointError (the table lacks an arm), UsageError (no table is named), DataError.
     """
-    prompts = read_domains(training_data(recipe), rejections, split="train", sample=True)
+    prompts = read_domains(training_data(recipe), rejections, split="train")
     if recipe.router.labels == "hindsight":
         best = label_by_hindsight(read_table(_table(recipe)), list(paths))
         return [RouterExample(prompt_text(p.messages), p.domain, best[p.id]) for p in prompts if p.id in best]
