@@ -319,11 +319,14 @@ def tiny_directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory, tiny_directory):
-    """A tiny target that is sure of its tokens. Its texts have hardly any line breaks."""
+def tiny(tmp_path_factory):
+    """A tiny target that is sure of its tokens. Its texts have hardly any line breaks. It is narrow: streams write many
+    states with several copies of drafters of its size."""
     from tests.measuring.streams import sure_target
 
-    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
+    sizes = SIZES | {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    path = write_tiny(tmp_path_factory.mktemp("narrow"), "LlamaConfig", sizes)
+    return sure_target(tmp_path_factory.mktemp("sure"), path)
 
 
 @pytest.fixture(scope="session")

@@ -256,7 +256,7 @@ def test_replay_learns_from_older_texts_within_its_memory_limit(tmp_path, prompt
     fresh = [row["texts"] for row in lines(tmp_path / "plain")]
     assert fresh == [2, 2, 1]
     assert [row["texts"] for row in lines(tmp_path / "all")] == [2, 4, 2]
-    learnt(tmp_path / "some", plain.model_copy(update={"buffer": BufferRecipe(replay=1.0, max_mb=0.002)}), tiny)
+    learnt(tmp_path / "some", plain.model_copy(update={"buffer": BufferRecipe(replay=1.0, max_mb=0.001)}), tiny)
     kept = lines(tmp_path / "some")
     assert kept[-1]["dropped"] > 0 and all(row["texts"] < 4 for row in kept)
     assert json.loads((tmp_path / "some/result.json").read_text())["learners"][0]["dropped"] == kept[-1]["dropped"]

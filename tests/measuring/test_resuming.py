@@ -30,7 +30,6 @@ from specctl.measuring.resumable_run import Saved
 from specctl.recipe import DataRecipe
 from specctl.recipe.train import CheckpointRecipe
 from specctl.training import checkpoint
-from tests.conftest import SIZES, write_tiny
 from tests.measuring.streams import (
     QUESTIONS,
     answers,
@@ -39,20 +38,11 @@ from tests.measuring.streams import (
     lines,
     recipe,
     same_runs,
-    sure_target,
     write_copy,
     write_prompts,
 )
 
 ALGO = ["ogd", "opt-ensemble"]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A sure target of a third of the usual width: each state has six copies of a drafter of its size."""
-    sizes = SIZES | {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    path = write_tiny(tmp_path_factory.mktemp("narrow"), "LlamaConfig", sizes)
-    return sure_target(tmp_path_factory.mktemp("sure"), path)
 
 
 @pytest.fixture(scope="module")
