@@ -282,7 +282,7 @@ def test_candidate_probabilities_are_the_softmax_of_the_draft_logits(target, mon
         torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("depths", [1, 3])
+@pytest.mark.parametrize("depths", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_score_equals_training(target, head, examples, depths):
     """At depth k + 1, the row of position j is step k of the block anchored at position j − 1 − k."""
     seen, _ = training_logits(head, target, examples)

@@ -98,13 +98,13 @@ def ragged(target, prompts, long_prompt):
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(name, marks=pytest.mark.slow if name in NORMS else ()) for name in VARIANTS],
+    [pytest.param(name, marks=() if name in ("window", "layers") else pytest.mark.slow) for name in VARIANTS],
     indirect=True,
 )
 def test_lossless_in_ragged_batches(target, head, ragged):
     """Some texts start longer than the window and others grow past it.
 
-    Heads with a single norm option run in the slow tests only.
+    Options that change neither masks nor caches run in the slow tests only.
     """
     drafter, (texts, fixed, plain) = Eagle3Drafter(head, target, TreeShape(4, 3, 9, 2, 0.0)), ragged
     assert plain == [one.output_ids for one in decode(target, texts, seeds=[0] * 3, drafter=drafter, **fixed)]

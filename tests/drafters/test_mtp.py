@@ -199,10 +199,9 @@ def test_score_equals_training(native, examples):
     assert compared > 3 * len(seen[0]) // 2
 
 
-@pytest.mark.parametrize("shape", [TreeShape(5, 1, 7, 3, 0.0), TreeShape(4, 3, 9, 2, 0.0)], ids=["comb", "wide"])
-def test_lossless_in_ragged_batches(native, prompts, shape):
+def test_lossless_in_ragged_batches(native, prompts):
     _, target, head = native
-    drafter, fixed = MtpDrafter(head, target, shape), dict(sampling=GREEDY, max_new_tokens=20)
+    drafter, fixed = MtpDrafter(head, target, TreeShape(4, 3, 9, 2, 0.0)), dict(sampling=GREEDY, max_new_tokens=20)
     plain = [decode(target, [text], seeds=[0], **fixed)[0].output_ids for text in prompts]
     assert plain == [one.output_ids for one in decode(target, prompts, seeds=[0] * 3, drafter=drafter, **fixed)]
 

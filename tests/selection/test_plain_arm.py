@@ -158,9 +158,10 @@ def asked(tiny):
     return prompts, {each: decode(tiny, prompts, sampling=each, **options) for each in (GREEDY, SAMPLED)}
 
 
-@pytest.mark.parametrize("algo", ["cgp-ucb", "hedgespec"])
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("algo", "sampling", "batch"),
+    [("cgp-ucb", GREEDY, 1), ("cgp-ucb", SAMPLED, 3), ("hedgespec", GREEDY, 3), ("hedgespec", SAMPLED, 1)],
+)
 def test_texts_with_a_plain_arm_equal_plain_decoding(tiny, asked, ticking, algo, sampling, batch):  # noqa: F811
     prompts, plain = asked[0][:6], asked[1][sampling][:6]
     known = {tuple(prompt): answer.output_ids for prompt, answer in zip(prompts, plain, strict=True)}
