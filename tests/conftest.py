@@ -274,6 +274,15 @@ def shallow(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def four_layers(tmp_path_factory):
+    """Cut the built-in target to its first four layers, for tests that load it by its name many times."""
+    place = write_shallow(tmp_path_factory.mktemp("four") / "target", layers=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specctl.decoding.models.loading.builtin_path", lambda: place)
+        yield
+
+
+@pytest.fixture(scope="module")
 def text():
     """The built-in target without its layers: its tokenizer and chat template."""
     return load_target_text("builtin")

@@ -5,12 +5,15 @@ import shutil
 
 import pytest
 
+from specctl.decoding.target import load_target
 from specctl.decoding.target_text import load_target_text
 from specctl.drafters import checkpoint
 from specctl.drafters.checkpoint import CONFIG
 from tests.decoding.test_target_adapter import write_adapter
 from tests.measuring.streams import write_head
 from tests.toys.engine import FakeEngine
+
+pytestmark = pytest.mark.usefixtures("four_layers")
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +69,9 @@ def test_contradictory_options_are_refused(specctl, lora, argv, says):
     assert done.code == 2 and says in done.err
 
 
-def test_texts_with_an_adapter_are_lossless(specctl, lora, target, tmp_path):
+def test_texts_with_an_adapter_are_lossless(specctl, lora, tmp_path):
     """With a head trained without the adapter; equal to the text of transformers and peft."""
-    write_head(tmp_path / "head", target, "eagle3", 0)
+    write_head(tmp_path / "head", load_target("builtin", device="cpu", dtype="fp32"), "eagle3", 0)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Name a colour."}) + "\n")
     line = ["--target-adapter", lora, "--dtype", "fp32", "--max-new-tokens", "12"]
     done = specctl.ok("generate", "Name a colour.", *line, "--drafter", "head+lookup", "--json")

@@ -40,7 +40,9 @@ from tests.toys.capture import CapturingEngine, raw_states
 from tests.training.small import metrics, recipe, train
 
 FP32 = {"dtype": "fp32", "device": "cpu"}
-TAPS, LAST = (1, 5), 10
+TAPS, LAST = (1, 3), 4
+
+pytestmark = pytest.mark.usefixtures("four_layers")
 
 
 @pytest.fixture(scope="module")
