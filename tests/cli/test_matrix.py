@@ -12,6 +12,8 @@ from specctl.measuring.matrix import Matrix, Specialist
 from specctl.measuring.records import SCHEMA, STAMP, recipe_stamp
 from specctl.recipe import EvalRecipe
 
+pytestmark = pytest.mark.usefixtures("four_layers")
+
 MATRIX = Matrix(
     metric="mat",
     drafters=["sql-head", "math-head"],

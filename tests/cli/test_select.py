@@ -13,6 +13,8 @@ from specctl.decoding.target import load_target
 from specctl.selection.arms import PLAIN as PLAIN_ARM
 from tests.measuring.streams import write_head, write_prompts
 
+pytestmark = pytest.mark.usefixtures("four_layers")
+
 ROUTER = ("--train-router",)
 
 
