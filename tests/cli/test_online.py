@@ -84,9 +84,9 @@ def test_shipped_recipes_can_be_planned(specctl, name):
 
 
 def test_a_run_learns_and_is_reported(specctl, start, tmp_path):
-    """Three learners on a small target. Then the test resumes the run, reports it, and measures a learned drafter."""
+    """Two learners on a small target. Then the test resumes the run, reports it, and measures a learned drafter."""
     run = ["--output-dir", "run"]
-    document = specctl.ok("online", *start, *SMALL, *run, "--algo", "ensemble,ogd,optimistic", "--json").json
+    document = specctl.ok("online", *start, *SMALL, *run, "--algo", "ensemble,ogd", "--json").json
     assert document["command"] == "online" and document["algo"] == "ensemble" and document["family"] == "lm"
     assert document["static"]["mat"] > 1 and document["lossless"]["mismatches"] == 0
     assert document == json.loads((tmp_path / "run/result.json").read_text())
@@ -100,7 +100,7 @@ def test_a_run_learns_and_is_reported(specctl, start, tmp_path):
             second = specctl("online", *start, *SMALL, *run, how)
             assert second.code == 2 and f"run is being written by process {os.getpid()}" in second.err, second.err
     assert contents(tmp_path / "run") == before
-    resumed = specctl.ok("online", *start, *SMALL, *run, "--algo", "ensemble,ogd,optimistic", "--resume")
+    resumed = specctl.ok("online", *start, *SMALL, *run, "--algo", "ensemble,ogd", "--resume")
     assert "0 mismatches" in resumed.out and "learned by ensemble: run/drafters/ensemble" in resumed.out
     assert "× static" in resumed.out and "learning" in resumed.out
     shown = specctl.ok("report", "run", "--json")

@@ -356,8 +356,9 @@ def test_graphs_of_plain_decoding_do_not_count_as_rounds_of_drafters(tmp_path, p
     ("family", "feedback"),
     [
         ("eagle3", "verdict"),
+        ("dflash", "verdict"),
         pytest.param("eagle3", "rerun", marks=pytest.mark.slow),
-        *((family, "verdict") for family in ("medusa", "dflash")),
+        pytest.param("medusa", "verdict", marks=pytest.mark.slow),
     ],
 )
 def test_rounds_on_the_device_teach_the_same(tmp_path, prompts, tiny, heads, monkeypatch, family, feedback):
