@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from specctl.decoding.state import DecodeState
+from specctl.decoding.target import load_target
 from specctl.kernels import native
 from tests.measuring.streams import write_head
 
@@ -57,9 +58,9 @@ def entered(paths):
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory, target):
+def pool(tmp_path_factory, four_layers):
     """Two EAGLE-3 heads of the built-in target."""
-    place = tmp_path_factory.mktemp("heads")
+    place, target = tmp_path_factory.mktemp("heads"), load_target("builtin", device="cpu")
     for seed in range(2):
         write_head(place / f"head{seed}", target, "eagle3", seed)
     return place
