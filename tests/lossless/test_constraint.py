@@ -153,6 +153,14 @@ def test_a_wrong_grammar_is_refused(tokenizer, grammar):
         Constraint(tokenizer, grammar, 0)
 
 
+def test_a_regular_expression_has_a_limit_of_work(tokenizer):
+    """All texts of the batch wait for a mask. Ten times the work is llguidance's own limit."""
+    constraint = Constraint(tokenizer, "start: /(a{300}){300}/", 0)
+    with pytest.raises(DataError, match="the form cannot be enforced: lexer error"):
+        token = constraint.allowed([], [], [])[0].nonzero()[0].tolist()
+        constraint.allowed(token, [], [])
+
+
 def test_a_constraint_that_fails_costs_its_text_alone(target, requests, monkeypatch):
     asked = requests([GREEDY] * 3)
     expected = answers(target, asked[1:2])
