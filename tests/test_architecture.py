@@ -214,7 +214,7 @@ LIBRARIES = {"load_file", "safe_open", "ParquetFile", "read_table", "read_schema
 """They open whatever is there, so that it is to be looked at before."""
 OUR_OWN = {"chat._size", "native._source"}
 OUR_OWN |= {
-    *("app.front_page", "guide.text", "lock._machine", "phrasebook.read", "resolve.shipped", "runs.cpu_field"),
+    *("app.front_page", "guide.text", "lock._machine", "phrasebook.read", "resolve.shipped", "runs.cpu_model"),
     *("threads._limit", "threads._lines"),
 }
 """Functions that read files of the kernel, or of the package."""

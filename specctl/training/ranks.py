@@ -13,9 +13,10 @@ from specctl.errors import Interrupted, SpecctlError
 
 def over_ranks(values: list[int], device: torch.device) -> list[int]:
     """Sum each of `values` over all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [int(value) for value in values]  # without waiting for the device
     total = torch.tensor(values, dtype=torch.int64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(total)
+    dist.all_reduce(total)
     return total.tolist()
 
 

@@ -171,7 +171,8 @@ def record(
     stamp = {
         "target": target.identity,
         "dtype": str(target.dtype),
-        "sampling": asdict(Sampling.of(recipe)),
+        # No recipe sets min-p, and tables of earlier versions do not have it.
+        "sampling": {key: value for key, value in asdict(Sampling.of(recipe)).items() if key != "min_p"},
         "exact": recipe.exact,
         "stream": hashlib.sha256(asked.encode()).hexdigest(),
         **file.made_of,
