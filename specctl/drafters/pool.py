@@ -27,6 +27,8 @@ from specctl.errors import CheckpointError, UsageError, near_path
 from specctl.families import FAMILIES, LM, WEIGHTLESS_DRAFTERS, online_families
 from specctl.recipe import DraftingRecipe
 
+NO_HEAD = "no head"  # name of the costs of rounds without a head
+
 
 def load_drafter(
     path_or_name: str, target: Target, drafting: DraftingRecipe, bases: dict[str, Drafter] | None = None
@@ -85,7 +87,7 @@ def weighed(drafter: Drafter, target: Target, drafting: DraftingRecipe) -> Draft
     sized = (drafting.depth, drafting.nodes, drafting.children) != (None, None, None)
     if sized or target.device.type != "cpu" or not isinstance(drafter, TextDrafter):
         return drafter
-    return WeighedText(drafter, costs_of(target, None, "no head"))
+    return WeighedText(drafter, costs_of(target, None, NO_HEAD))
 
 
 def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: GateStatistics | None = None) -> Hybrid:
@@ -128,7 +130,8 @@ def learnable_parts(paths: Iterable[str]) -> dict[Path, list[str]]:
 
 
 def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:
-    """Costs of a hybrid's rounds, which depend on the family and the shape of its head, and on the width of its trees.
+    """Costs of a hybrid's rounds. The head's part depends on its family and shape, and on the width of its trees. The
+    target's part is the same as for a text drafter alone: measured twice, it would differ by the noise of the machine.
 
     Raises UsageError if the first drafter is not a trained head.
     """
@@ -137,7 +140,7 @@ def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:
     width = getattr(getattr(head, "shape", None), "width", 1)
     measured = ["reading", *([f"{width} nodes per level"] if width > 1 else [])]  # not in costs of earlier versions
     key = [config["family"], config.get("architecture"), *measured]
-    return costs_of(target, trained, json.dumps(key, sort_keys=True))
+    return costs_of(target, None, NO_HEAD).with_head(costs_of(target, trained, json.dumps(key, sort_keys=True)))
 
 
 def _trained(name: str, head: Drafter) -> CandidateDrafter:

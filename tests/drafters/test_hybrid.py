@@ -42,6 +42,7 @@ from specctl.drafters.tree import ProposedTree
 from specctl.errors import CheckpointError, Interrupted, UsageError
 from specctl.progress import interrupts
 from specctl.recipe import DraftingRecipe
+from tests.measuring.streams import write_head
 from tests.toys.decoding import decode
 
 EVEN = [1.0] * 8  # calibration ratios of 1: probabilities are taken at face value
@@ -509,6 +510,17 @@ class TestCosts:
         monkeypatch.setattr(costs, "_seconds", lambda target, function: 1.0)
         found = costs.measure(target, head)
         assert (found.first, found.level, found.read) == pytest.approx((0.2, 0.1, 0.001))
+
+    def test_a_hybrid_and_its_text_drafter_have_the_same_costs_of_rounds(self, target, tmp_path, monkeypatch):
+        """Measured separately, noise made a head that is never asked cost 4 % of a store's speed."""
+        write_head(tmp_path / "head", target, "eagle3", 0)
+        alone, both = CHEAP, Costs(tuple(2.0 * rows for rows in ROWS), 0.2, 0.1, 0.5, text_first=0.3, read=0.01)
+        monkeypatch.setattr(pool, "costs_of", lambda target, head, name: alone if head is None else both)
+        text, hybrid = (
+            pool.load_drafter(name, target, DraftingRecipe()) for name in ("lookup", f"{tmp_path}/head+lookup")
+        )
+        assert text.costs == alone
+        assert hybrid.costs == Costs(CHEAP.rounds, 0.2, 0.1, text_first=0.3, read=0.01)
 
     def test_costs_without_a_head_of_an_earlier_version_are_used(self, target, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -84,6 +84,11 @@ class Costs:
         rounds = tuple(max(cost + more, cost / 2) for cost, more in zip(self.rounds, slots, strict=True))
         return replace(self, rounds=rounds, text=max(self.text + further * self.slot, 0.0))
 
+    def with_head(self, measured: Costs) -> Costs:
+        """These costs of rounds with the costs of a head, which were `measured` with it."""
+        heads = ("first", "level", "text_first", "text_level", "read")
+        return replace(self, **{name: getattr(measured, name) for name in heads})
+
     def round(self, rows: int, texts: int = 1) -> float:
         """Cost of a round with `rows` rows for each of `texts` texts."""
         return self._step(texts * rows) + (texts - 1) * (self.text + self.text_row * rows)
