@@ -392,7 +392,7 @@ def hardware() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The model of the first processor in /proc/cpuinfo, or what Python knows of it."""
+    """Return the model of the first processor in /proc/cpuinfo, or else the name that Python has for the processor."""
     lines: list[str] = []
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -81,7 +81,7 @@ class PromptLogprobs:
         self.found += of_rows(logits, self.prompt[start + 1 : end + 1], self.count)
 
     def cached(self) -> CachedText | None:
-        """The tokens that were read, for a prefix cache. None if nothing was read."""
+        """Return the tokens that were read, for a prefix cache, or None if there are none."""
         if self._cache is None:
             return None
         size = len(self.found) - 1

@@ -159,15 +159,21 @@ class TargetFacts:
                     f"the drafter was made for a target with {key} {identity[key]}, but {name} has {found}",
                     hint="name the target that it was made for with --target",
                 )
+        return cls.of_config(served_name(name), config, identity["vocab_size"], revision=options["revision"])
+
+    @classmethod
+    def of_config(cls, name: str, config: Any, vocab_size: int, **more: Any) -> TargetFacts:
+        """Facts of the target `name` with this configuration. `more`: facts that it does not have."""
+        text = config.get_text_config()
         return cls(
-            name=served_name(name),
-            revision=options["revision"],
+            name=name,
             architectures=config.architectures or [],
             hidden_size=text.hidden_size,
             num_layers=text.num_hidden_layers,
-            vocab_size=identity["vocab_size"],
+            vocab_size=vocab_size,
             context_length=int(getattr(text, "max_position_embeddings", 0) or 0),
             text_config=text,
+            **more,
         )
 
     def token_embedding(self) -> Tensor:

@@ -141,8 +141,8 @@ def has_key(command: str, path: KeyPath) -> bool:
 
 
 def owner(asked: str, command: str, path: KeyPath) -> str | None:
-    """Return the command that has a key: `command`, or else a command that was a mode of it, or of which it was a mode.
-    None for an unknown key.
+    """Return the command that has a key: `command`, or else a command that was one command with it in earlier versions.
+    Returns None for an unknown key.
 
     `asked`: the command that was typed, which differs from `command` for an earlier spelling.
     """

@@ -25,17 +25,9 @@ def unread(family: str, module: nn.Module, name: str, config: Any) -> str | None
     if "taps" not in architecture:
         return None
     head = Head(family, architecture, load_family(family).stored_state(module.state_dict()))
-    facts = TargetFacts(
-        name=name,
-        revision=None,
-        architectures=config.architectures or [],
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        vocab_size=architecture["vocab_size"],
-        context_length=int(getattr(config, "max_position_embeddings", 0) or 0),
-        text_config=config,
-        embedding=torch.empty(architecture["vocab_size"], config.hidden_size, device="meta"),
-    )
+    vocab_size = architecture["vocab_size"]
+    embedding = torch.empty(vocab_size, config.hidden_size, device="meta")
+    facts = TargetFacts.of_config(name, config, vocab_size, revision=None, embedding=embedding)
     reason = None
     for form, row in registry.FORMATS.items():
         for reader in row.readers if family in row.families and form != LLAMA_CPP else ():

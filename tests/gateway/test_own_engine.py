@@ -224,7 +224,8 @@ def prompt_scores(target, ids):
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_an_echo_has_the_log_probabilities_of_the_prompt(target, lookup, make_gateway, monkeypatch, drafts):
-    """lm-evaluation-harness compares the choices of a question by them. The prompts are read in parts of 4."""
+    """lm-evaluation-harness compares the choices of a question by the log probabilities of the prompt. The prompts are
+    read in parts of 4."""
     monkeypatch.setattr(engine_thread, "PART", 4)
     prompts = [target.tokenizer.encode(prompt) for prompt in PROMPTS[:2]]
     body = {"prompt": prompts, "max_tokens": 1, "temperature": 0, "logprobs": 1, "n": 2}

@@ -84,7 +84,7 @@ def test_a_node_counts_the_answer_and_its_path():
 
 
 def test_an_end_is_excluded_until_the_path_is_long_enough():
-    """A node has the length of its path, not that of the draft before it."""
+    """The length at a node is the length of its path, without other nodes of the draft."""
     adjustment = Adjustment(least=4, ends=frozenset({5, 6}))
     added = adjustment.added([1, 2], [-1, 0, -1, 1, -2], [3, 3, 4, 3, 0], 8)
     assert [bool(row[5] == row[6] == -torch.inf) for row in added] == [True, True, False, True, False, True]
