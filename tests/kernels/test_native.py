@@ -345,13 +345,18 @@ def grouped(outputs, inputs, group, bits, seed=0):
 @pytest.mark.parametrize("outputs", [16, 83, 112])
 @pytest.mark.parametrize(("group", "bits"), [(32, 4), (16, 4), (32, 8), (16, 8)])
 def test_quantized_products_are_exact_to_bf16(instructions, outputs, group, bits):
-    """Includes rows with outliers; the bits of a row do not depend on other rows."""
+    """Beside weights of four bits, inputs are rounded to bytes first. Includes outliers, tiny inputs and large codes.
+    The bits of a row do not depend on other rows."""
     weight = grouped(outputs, 96, group, bits)
+    weight.codes[5] = 15 if bits == 4 else 127
     x = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[:, ::7] *= 300
-    x[3] = 0
+    x[3], x[4], x[5], x[6] = 0, 3, -3, 1e-38
     call = native.NativeProduct(weight, torch.ones(outputs).bfloat16(), native.library())
-    exact = F.linear(x.float(), weight.dequantized(), torch.ones(outputs))
+    rounded = native.in_bytes(x, group) if bits == 4 else x.float()
+    tops = x.float().unflatten(1, (-1, group)).abs().amax(-1).repeat_interleave(group, 1)
+    assert ((rounded - x.float()).abs() <= tops / 253 + 1e-30).all()
+    exact = F.linear(rounded, weight.dequantized(), torch.ones(outputs))
     sizes = F.linear(x.float().abs(), weight.dequantized().abs())  # sum of magnitudes
     for rows in (*range(1, 15), 24, 25, 40):
         found = call(x[:rows])

@@ -232,6 +232,9 @@ class GroupedWeights:
         scale, low: [O, I / group] fp32, for a group of 16 or 32 inputs. Packing rounds them to fp16. That changes only
             products of two numbers, as in the scales of Q4_K: by 2⁻¹² of their size if they are above 6e-5.
         bits: 4 or 8, the bits of a code in memory.
+
+    A product rounds its inputs to codes of one byte for weights of 4 bits, and of two bytes for 8 bits, in the same
+    groups; the largest input of a group has the largest code. llama.cpp rounds to one byte for both.
     """
 
     codes: Tensor
@@ -333,6 +336,15 @@ class NativeProduct:
         return logits, gains, index
 
 
+def in_bytes(x: Tensor, group: int) -> Tensor:
+    """x [N, I] in fp32 as products with weights of 4 bits read it: in each group, rounded to multiples of 1/127 of the
+    largest value."""
+    groups = x.float().unflatten(1, (-1, group))
+    top = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    factor = torch.full_like(top, 127) / top  # `127 / top` would multiply by the reciprocal, which rounds twice
+    return ((groups * factor).round() * (top / 127)).flatten(1)
+
+
 def _agrees(found: ctypes.CDLL) -> bool:
     """Whether products of 1 and 13 rows equal PyTorch's up to rounding, and do not depend on the number of rows."""
     generator = torch.Generator().manual_seed(0)
@@ -346,7 +358,7 @@ def _agrees(found: ctypes.CDLL) -> bool:
         call = NativeProduct(held, bias, found)
         whole, alone = call(x), torch.cat([call(row) for row in x.split(1)])
         dense = held.float() if isinstance(held, Tensor) else held.dequantized()
-        exact = F.linear(x.float(), dense, bias.float())
+        exact = F.linear(in_bytes(x, four.group) if held is four else x.float(), dense, bias.float())
         if not (torch.equal(whole, alone) and torch.allclose(whole.float(), exact, rtol=2**-7, atol=1e-2)):
             return False
     return True

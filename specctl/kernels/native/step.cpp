@@ -10,6 +10,7 @@
 
 #include <omp.h>
 
+#include <limits>
 #include <vector>
 
 #include "vectors.h"
@@ -18,14 +19,17 @@ namespace {
 
 constexpr int SHARED = 4;  // query heads that read a key together
 
-// Panels of a tile, and the most rows of a tile of P panels: their sums fill the registers. Groups have further sums. A tile
-// of more than `TOGETHER` rows multiplies one panel after the other. Attention reads `KEYS` keys, and `VALUES` registers of
-// a value, at a time. Loops over sums are unrolled: otherwise compilers put the sums into memory.
+// Panels of a tile, and the most rows of a tile of P panels. A tile of more than `TOGETHER` rows multiplies one panel after
+// the other, so that the sums fill the registers. Weights in groups have further sums, in memory between two groups.
+// Attention reads `KEYS` keys, and `VALUES` registers of a value, at a time. Loops over sums are unrolled: otherwise
+// compilers put the sums into memory.
 #if defined(__AVX512F__)
-constexpr int PANELS = 4, MOST[] = {0, 6, 6, 0, 6}, MOST_GROUPED[] = {0, 6, 6, 0, 4}, TOGETHER = 6;
+constexpr int PANELS = 4, MOST[] = {0, 6, 6, 0, 6}, MOST_GROUPED[] = {0, 6, 6, 0, 8};
+constexpr int TOGETHER = 6, TOGETHER_GROUPED = 3;
 constexpr int KEYS = 16, VALUES = 2;
 #else
-constexpr int PANELS = 2, MOST[] = {0, 5, 5}, MOST_GROUPED[] = {0, 5, 5}, TOGETHER = 1;
+constexpr int PANELS = 2, MOST[] = {0, 5, 5}, MOST_GROUPED[] = {0, 6, 6};
+constexpr int TOGETHER = 1, TOGETHER_GROUPED = 1;
 constexpr int KEYS = 4, VALUES = 1;
 #endif
 
@@ -95,28 +99,28 @@ class Put {
 // Rows that a product reads: as `Input`, or in groups of inputs, x ≈ scale · code, with the sum of each group.
 struct Rows {
   const Input* values;         // [rows, inputs]
-  const int16_t* codes;        // [groups, rows, group]
+  const void* codes;           // [groups, rows, group]
   const float *scales, *sums;  // [groups, rows]
   int64_t inputs, group, rows;
 };
 
 // sum[r][p] += the products of `inputs` inputs, with weights `at` bytes after `panels`. The panels `ahead`, at most two,
 // are fetched into the cache meanwhile.
-template <class W, int R, int P, class X>
-inline void multiply(const char* const* panels, const char* const* ahead, int64_t at, const X* x, int64_t stride,
-                     int64_t inputs, typename W::Sum (&sum)[R][P]) {
+template <class W, int R, int P>
+inline void multiply(const char* const* panels, const char* const* ahead, int64_t at, const typename W::Value* x,
+                     int64_t stride, int64_t inputs, typename W::Sum (&sum)[R][P]) {
   for (int64_t k = 0; k < inputs; k += W::INPUTS, at += W::BYTES) {
     for (int a = 0; a < std::min(P, 2); a++) _mm_prefetch(ahead[a] + at, _MM_HINT_T1);
     typename W::Read read[P];
     for (int p = 0; p < P; p++) read[p] = W::read(panels[p] + at);
 #pragma GCC unroll 8
-    for (int i = 0; i < W::INPUTS; i += 2) {
-      typename W::Two w[P];
+    for (int i = 0; i < W::INPUTS; i += W::STEP) {
+      decltype(W::spread(x)) w[P];
       for (int p = 0; p < P; p++) w[p] = W::next(read[p]);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        const auto both = two_for_all(x + r * stride + k + i);
-        for (int p = 0; p < P; p++) sum[r][p] = dot(w[p], both, sum[r][p]);
+        const auto spread = W::spread(x + r * stride + k + i);
+        for (int p = 0; p < P; p++) sum[r][p] = W::add(w[p], spread, sum[r][p]);
       }
     }
   }
@@ -126,7 +130,7 @@ inline void multiply(const char* const* panels, const char* const* ahead, int64_
 template <class W, int R, int P>
 void tile(const char* const* panels, const char* const* ahead, const Rows& x, int64_t row, int64_t panel,
           const Put& put) {
-  constexpr int T = R > TOGETHER ? 1 : P;  // panels that are multiplied together
+  constexpr int T = R > (W::GROUPED ? TOGETHER_GROUPED : TOGETHER) ? 1 : P;  // panels that are multiplied together
   const int64_t groups = W::GROUPED ? x.inputs / x.group : 1;
   Vec all[R][P];
   for (int r = 0; r < R; r++)
@@ -145,7 +149,8 @@ void tile(const char* const* panels, const char* const* ahead, const Rows& x, in
       } else {
         // Sums of codes are exact integers; the scales and the low of a group follow.
         const int64_t at = g * x.rows + row, offset = g * W::group_bytes(x.group);
-        multiply<W>(panels + p, ahead + p, offset + W::HEADER, x.codes + at * x.group, x.group, x.group, sum);
+        const auto* codes = (const typename W::Value*)x.codes + at * x.group;
+        multiply<W>(panels + p, ahead + p, offset + W::HEADER, codes, x.group, x.group, sum);
         for (int t = 0; t < T; t++) {
           const char* header = panels[p + t] + offset;
           Vec scale, low;
@@ -155,7 +160,7 @@ void tile(const char* const* panels, const char* const* ahead, const Rows& x, in
             const Vec factor = broadcast(x.scales[at + r]);
             Vec& total = all[r][p + t];
             if (W::HEADER) total = fma(low, broadcast(x.sums[at + r]), total);
-            total = fma(W::HEADER ? scale * factor : factor, to_float(sum[r][t]), total);
+            total = fma(W::HEADER ? scale * factor : factor, W::total(sum[r][t]), total);
           }
         }
       }
@@ -228,27 +233,35 @@ const Input* as_input(const bf16* x, [[maybe_unused]] int64_t size) {
 #endif
 }
 
-// Rows in groups of `group` values, a multiple of 16. Each thread has its own. Codes have 16 bits of the largest value of a
-// group, where rounding x to bf16 has left 8. A value that is not finite makes its group's scale NaN.
+// Rows in groups of `group` values, a multiple of 16. Each thread has its own. The largest value of a group has the largest
+// code. The sums are of what the codes stand for, so that a weight's low adds no rounding of its own. A value that is not
+// finite makes its group's scale NaN.
+template <class Code>
 Rows in_groups(const bf16* x, int64_t rows, int64_t inputs, int64_t group) {
-  static thread_local std::vector<int16_t> codes;
+  static thread_local std::vector<Code> codes;
   static thread_local std::vector<float> scales, sums;
+  constexpr float largest = std::numeric_limits<Code>::max();
   const int64_t groups = inputs / group;
   codes.resize(std::max<size_t>(rows * inputs, codes.size()));
   scales.resize(std::max<size_t>(rows * groups, scales.size()));
   sums.resize(std::max<size_t>(rows * groups, sums.size()));
   for (int64_t row = 0; row < rows; row++)
     for (int64_t g = 0; g < groups; g++, x += group) {
-      Vec sum = broadcast(0.f), highest = broadcast(0.f);
+      Vec highest = broadcast(0.f), sum = broadcast(0.f);
       for (int64_t i = 0; i < group; i += LANES) {
         const Vec value = widen(x + i);
-        sum = sum + value, highest = most(highest, most(value, broadcast(0.f) - value));
+        highest = most(highest, most(value, broadcast(0.f) - value));
       }
       const int64_t at = g * rows + row;
       const float top = reduce_max(highest);
-      const Vec factor = broadcast(top > 0.f ? 32767.f / top : 0.f);
-      for (int64_t i = 0; i < group; i += LANES) round_to_int16(codes.data() + at * group + i, widen(x + i) * factor);
-      sums[at] = reduce_add(sum), scales[at] = top / 32767.f + 0.f * sums[at];
+      const Vec factor = broadcast(top > 1e-30f ? largest / top : 0.f);  // never infinite
+      for (int64_t i = 0; i < group; i += LANES) {
+        const Vec code = nearest(widen(x + i) * factor);
+        sum = sum + code;
+        to_codes(codes.data() + at * group + i, code);
+      }
+      const float total = reduce_add(sum);
+      scales[at] = top / largest + 0.f * total, sums[at] = scales[at] * total;
     }
   return {nullptr, codes.data(), scales.data(), sums.data(), inputs, group, rows};
 }
@@ -257,8 +270,11 @@ template <class W>
 void product_of(const Weights& w, const bf16* x, int64_t rows, int64_t inputs, Range range, int64_t half,
                 const Put& put) {
   const Order order{(const char*)w.panels, W::panel_bytes(inputs, w.group), half};
-  const Rows read = W::GROUPED ? in_groups(x, rows, inputs, w.group)
-                               : Rows{as_input(x, rows * inputs), nullptr, nullptr, nullptr, inputs, 0, rows};
+  Rows read;
+  if constexpr (W::GROUPED)
+    read = in_groups<typename W::Value>(x, rows, inputs, w.group);
+  else
+    read = {as_input(x, rows * inputs), nullptr, nullptr, nullptr, inputs, 0, rows};
   int64_t panel = range.first;
   if constexpr (PANELS > 2) panels_by<W, PANELS>(order, read, rows, panel, range.last, put);
   panels_by<W, 2>(order, read, rows, panel, range.last, put);
@@ -508,14 +524,11 @@ void specctl_pack_groups(const int8_t* codes, const float* scale, const float* l
         std::memcpy(at + 2 * lane, halves, 2), std::memcpy(at + header / 2 + 2 * lane, halves + 1, 2);
         const int8_t* from = codes + o * inputs + g * group;
         at += header;
-        if (bits == 8)
-          for (int64_t k = 0; k < group; k += 2, at += 2 * LANES) std::memcpy(at + 2 * lane, from + k, 2);
-        else
-          for (int64_t k = 0; k < group; k += 8, at += 4 * LANES)
-            for (int byte = 0; byte < 4; byte++) {
-              const int8_t* first = from + k + byte % 2 * 4 + byte / 2;
-              at[4 * lane + byte] = char(first[0] | first[2] << 4);
-            }
+        for (int64_t k = 0; k < group; k++)
+          if (bits == 8)
+            at[k / 2 * 2 * LANES + lane * 2 + k % 2] = from[k];
+          else
+            at[k / 8 * 4 * LANES + lane * 4 + k % 4] |= char(from[k] << k % 8 / 4 * 4);
       }
 }
 

@@ -190,7 +190,7 @@ inline Pair pairs(const bf16* w) {
 #endif
 #endif
 
-// Sixteen int32 sums; as factors, two int16 in each of the 16 places.
+// Sixteen int32 sums; as factors, two int16 or four bytes in each of the 16 places.
 #if defined(__AVX512F__)
 
 using Ints = __m512i;
@@ -200,13 +200,9 @@ inline Vec to_float(Ints x) { return _mm512_cvtepi32_ps(x); }
 inline Vec load_fp16(const char* at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
 inline Ints load_ints(const char* at) { return _mm512_loadu_si512(at); }
 inline Ints widened(const char* at) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)at)); }
-inline Ints lowest_nibbles(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi16(15)); }
-inline Ints next_nibbles(Ints x) { return _mm512_srli_epi16(x, 4); }
-inline Ints two_for_all(const int16_t* x) {
-  int32_t two;
-  std::memcpy(&two, x, 4);
-  return _mm512_set1_epi32(two);
-}
+inline Ints low_nibbles(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Ints high_nibbles(Ints x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+inline Ints for_all(int32_t x) { return _mm512_set1_epi32(x); }
 inline Ints dot(Ints a, Ints b, Ints sum) {
 #if defined(__AVX512VNNI__)
   return _mm512_dpwssd_epi32(sum, a, b);
@@ -214,9 +210,26 @@ inline Ints dot(Ints a, Ints b, Ints sum) {
   return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
 #endif
 }
-inline void round_to_int16(int16_t* out, Vec x) {
+// Bytes without a sign times bytes with one. Without VNNI, sums have 16 bits until `finish`: enough for the 32 inputs of
+// a group if the first factor has four bits (8 · 2 · 15 · 127 < 2¹⁵).
+inline Ints dot_bytes(Ints a, Ints b, Ints sum) {
+#if defined(__AVX512VNNI__)
+  return _mm512_dpbusd_epi32(sum, a, b);
+#else
+  return _mm512_add_epi16(sum, _mm512_maddubs_epi16(a, b));
+#endif
+}
+inline Ints finish(Ints sum) {
+#if defined(__AVX512VNNI__)
+  return sum;
+#else
+  return _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
+#endif
+}
+inline void to_codes(int16_t* out, Vec x) {
   _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
 }
+inline void to_codes(int8_t* out, Vec x) { _mm_storeu_si128((__m128i*)out, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
 
 #else
 
@@ -236,15 +249,11 @@ inline Ints widened(const char* at) {
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at)),
           _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at + 1))};
 }
-inline Ints lowest_nibbles(Ints x) {
-  return {_mm256_and_si256(x.low, _mm256_set1_epi16(15)), _mm256_and_si256(x.high, _mm256_set1_epi16(15))};
+inline Ints low_nibbles(Ints x) {
+  return {_mm256_and_si256(x.low, _mm256_set1_epi8(15)), _mm256_and_si256(x.high, _mm256_set1_epi8(15))};
 }
-inline Ints next_nibbles(Ints x) { return {_mm256_srli_epi16(x.low, 4), _mm256_srli_epi16(x.high, 4)}; }
-inline Ints two_for_all(const int16_t* x) {
-  int32_t two;
-  std::memcpy(&two, x, 4);
-  return {_mm256_set1_epi32(two), _mm256_set1_epi32(two)};
-}
+inline Ints high_nibbles(Ints x) { return low_nibbles({_mm256_srli_epi16(x.low, 4), _mm256_srli_epi16(x.high, 4)}); }
+inline Ints for_all(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline __m256i dot_half(__m256i a, __m256i b, __m256i sum) {
 #if defined(__AVXVNNI__)
   return _mm256_dpwssd_avx_epi32(sum, a, b);
@@ -256,43 +265,80 @@ inline __m256i dot_half(__m256i a, __m256i b, __m256i sum) {
 #endif
 }
 inline Ints dot(Ints a, Ints b, Ints sum) { return {dot_half(a.low, b.low, sum.low), dot_half(a.high, b.high, sum.high)}; }
-inline void round_to_int16(int16_t* out, Vec x) {
+// As with AVX-512. Without VNNI, in assembler for the same reason.
+inline __m256i dot_bytes_half(__m256i a, __m256i b, __m256i sum) {
+#if defined(__AVXVNNI__)
+  return _mm256_dpbusd_avx_epi32(sum, a, b);
+#else
+  __m256i product;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
+  return sum;
+#endif
+}
+inline Ints dot_bytes(Ints a, Ints b, Ints sum) {
+  return {dot_bytes_half(a.low, b.low, sum.low), dot_bytes_half(a.high, b.high, sum.high)};
+}
+inline Ints finish(Ints sum) {
+#if defined(__AVXVNNI__)
+  return sum;
+#else
+  const __m256i one = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(sum.low, one), _mm256_madd_epi16(sum.high, one)};
+#endif
+}
+inline __m256i int16_codes(Vec x) {
   const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
-  _mm256_storeu_si256((__m256i*)out, _mm256_permute4x64_epi64(mixed, 0xd8));
+  return _mm256_permute4x64_epi64(mixed, 0xd8);
+}
+inline void to_codes(int16_t* out, Vec x) { _mm256_storeu_si256((__m256i*)out, int16_codes(x)); }
+inline void to_codes(int8_t* out, Vec x) {
+  const __m256i codes = int16_codes(x);
+  _mm_storeu_si128((__m128i*)out, _mm_packs_epi16(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)));
 }
 
 #endif
 
-// Weights of a panel as products read them: `read` loads INPUTS inputs of 16 outputs, BYTES in all, and `next` gives two
-// inputs after the other.
+// Weights of a panel as products read them: `read` loads INPUTS inputs of 16 outputs, BYTES in all. `next` gives STEP inputs
+// after the other, and `spread` gives the same inputs of a row to all outputs.
 
 struct Bf16Weights {
   static constexpr bool GROUPED = false;
-  static constexpr int INPUTS = 2, BYTES = 4 * LANES;
-  using Two = Pair;
+  static constexpr int INPUTS = 2, STEP = 2, BYTES = 4 * LANES;
+  using Value = Input;
   using Read = Pair;
   using Sum = Vec;
   static Sum zero() { return broadcast(0.f); }
   static int64_t panel_bytes(int64_t inputs, int64_t) { return inputs * 2 * LANES; }
   static Read read(const char* at) { return pairs((const bf16*)at); }
-  static Two next(Read& read) { return read; }
+  static Pair next(Read& read) { return read; }
+  static Pair spread(const Input* x) { return two_for_all(x); }
+  static Sum add(Pair w, Pair x, Sum sum) { return dot(w, x, sum); }
 };
 
-// Codes in groups of inputs. A group of GGUF's weights begins with 16 scales and 16 lows in fp16.
-template <int BITS, int HEADER_BYTES>
+// Codes in groups of inputs. A group of GGUF's weights begins with 16 scales and 16 lows in fp16. Rows have codes, too, of
+// type `Code`: one byte beside weights of four bits, as in llama.cpp, and two beside weights of eight bits.
+template <int BITS, int HEADER_BYTES, class Code>
 struct Grouped {
   static constexpr bool GROUPED = true;
-  static constexpr int HEADER = HEADER_BYTES;
-  using Two = Ints;
+  static constexpr int HEADER = HEADER_BYTES, STEP = 4 / sizeof(Code), BYTES = 4 * LANES;
+  static constexpr int INPUTS = 4 * 8 / BITS;
+  using Value = Code;
   using Sum = Ints;
   static Sum zero() { return zeros(); }
   static int64_t group_bytes(int64_t group) { return HEADER + group * LANES * BITS / 8; }
   static int64_t panel_bytes(int64_t inputs, int64_t group) { return inputs / group * group_bytes(group); }
+  static Ints spread(const Code* x) {
+    int32_t all;
+    std::memcpy(&all, x, 4);
+    return for_all(all);
+  }
+  static Ints add(Ints w, Ints x, Ints sum) { return sizeof(Code) == 1 ? dot_bytes(w, x, sum) : dot(w, x, sum); }
+  static Vec total(Ints sum) { return to_float(sizeof(Code) == 1 ? finish(sum) : sum); }
 };
 
+// Codes with a sign, two inputs of an output side by side.
 template <int HEADER_BYTES>
-struct EightBits : Grouped<8, HEADER_BYTES> {
-  static constexpr int INPUTS = 4, BYTES = 4 * LANES;
+struct EightBits : Grouped<8, HEADER_BYTES, int16_t> {
   using Read = const char*;
   static Read read(const char* at) { return at; }
   static Ints next(Read& read) {
@@ -305,14 +351,18 @@ struct EightBits : Grouped<8, HEADER_BYTES> {
 using Int8Weights = EightBits<0>;
 using GroupsOf8 = EightBits<4 * LANES>;
 
-// Eight inputs of 16 outputs: 32 bits per output, the even inputs in the four nibbles of the lower half.
-struct GroupsOf4 : Grouped<4, 4 * LANES> {
-  static constexpr int INPUTS = 8, BYTES = 4 * LANES;
-  using Read = Ints;
-  static Read read(const char* at) { return load_ints(at); }
+// Eight inputs of 16 outputs: four bytes per output, the first four inputs in their low nibbles.
+struct GroupsOf4 : Grouped<4, 4 * LANES, int8_t> {
+  struct Read {
+    Ints now, later;
+  };
+  static Read read(const char* at) {
+    const Ints both = load_ints(at);
+    return {low_nibbles(both), high_nibbles(both)};
+  }
   static Ints next(Read& read) {
-    const Ints codes = lowest_nibbles(read);
-    read = next_nibbles(read);
+    const Ints codes = read.now;
+    read.now = read.later;
     return codes;
   }
 };
