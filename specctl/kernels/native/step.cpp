@@ -18,6 +18,7 @@
 namespace {
 
 constexpr int SHARED = 4;  // query heads that read a key together
+constexpr int SOON = 512;  // bytes between the weights that are multiplied and the weights that enter the first cache
 
 // Panels of a tile, and the most rows of a tile of P panels. A tile of more than `TOGETHER` rows multiplies one panel after
 // the other, so that the sums fill the registers. Weights in groups have further sums, in memory between two groups.
@@ -104,13 +105,16 @@ struct Rows {
   int64_t inputs, group, rows;
 };
 
-// sum[r][p] += the products of `inputs` inputs, with weights `at` bytes after `panels`. The panels `ahead`, at most two,
-// are fetched into the cache meanwhile.
+// sum[r][p] += the products of `inputs` inputs, with weights `at` bytes after `panels`. The panels `ahead` are fetched into
+// the cache meanwhile: processors fetch on along a panel, but do not know where the next ones begin.
 template <class W, int R, int P>
 inline void multiply(const char* const* panels, const char* const* ahead, int64_t at, const typename W::Value* x,
                      int64_t stride, int64_t inputs, typename W::Sum (&sum)[R][P]) {
   for (int64_t k = 0; k < inputs; k += W::INPUTS, at += W::BYTES) {
-    for (int a = 0; a < std::min(P, 2); a++) _mm_prefetch(ahead[a] + at, _MM_HINT_T1);
+    for (int p = 0; p < P; p++) {
+      _mm_prefetch(panels[p] + at + SOON, _MM_HINT_T0);
+      _mm_prefetch(ahead[p] + at, _MM_HINT_T1);
+    }
     typename W::Read read[P];
     for (int p = 0; p < P; p++) read[p] = W::read(panels[p] + at);
 #pragma GCC unroll 8
@@ -193,8 +197,8 @@ struct Order {
 
 // All rows for P panels from `panel` on.
 //
-// The panels are read from memory once and stay in the cache for the later tiles of rows. These compute and read nothing,
-// so each fetches a part of the panels at `next`: reading and computing overlap.
+// The panels are read from memory once and stay in the cache for the later tiles of rows. Each tile fetches a part of the
+// panels at `next`, so that reading and computing overlap.
 template <class W, int P>
 void tiles(const Order& w, const Rows& x, int64_t rows, int64_t panel, int64_t next, const Put& put) {
   const char* panels[P];
@@ -203,9 +207,8 @@ void tiles(const Order& w, const Rows& x, int64_t rows, int64_t panel, int64_t n
   const int64_t count = (rows + most - 1) / most;
   for (int64_t i = 0; i < count; i++) {
     const Range part = share(rows, i, count), fetched = share(P, i, count);
-    const char* ahead[2] = {panels[0], panels[0]};
-    if (count > 1)
-      for (int a = 0; a < 2 && fetched.first + a < fetched.last; a++) ahead[a] = w(next + fetched.first + a);
+    const char* ahead[P];
+    for (int p = 0; p < P; p++) ahead[p] = fetched.first <= p && p < fetched.last ? w(next + p) : panels[p];
     tile_of<W, most, P>(part.last - part.first, panels, ahead, x, part.first, panel, put);
   }
 }
