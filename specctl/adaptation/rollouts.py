@@ -23,10 +23,11 @@ import torch
 from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding import metrics
-from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.logprobs import LogprobRecorder
 from specctl.decoding.models import lean
 from specctl.decoding.models.supported import DENSE
+from specctl.decoding.offline import decode
 from specctl.decoding.records import Decoded, Request, RoundResult
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState

@@ -5,7 +5,8 @@ from typing import Any
 
 from specctl.decoding import metrics
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.engine import Engine, EngineOptions
+from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded, Request, RoundResult
 from specctl.decoding.sampling import Sampling

@@ -13,7 +13,8 @@ from specctl import progress
 from specctl.commands.serve_engines import answer_by_engines, onward_key
 from specctl.commands.serve_learning import LearningSummary, learn_from_engines, learning_from
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.engine import Engine, EngineOptions
+from specctl.decoding.offline import decode
 from specctl.decoding.prefix_cache import cpu_prefix_cache
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request

@@ -1,40 +1,29 @@
-"""Decoding engine: requests that come and go, decoded as one batch. Every command that decodes runs this loop.
-
-`decode` and `stream` decode a given list of requests.
-"""
+"""Decoding engine: requests that come and go, decoded as one batch. Every command that decodes runs this loop."""
 
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
 import torch
 
-from specctl import processes, progress, threads
+from specctl import processes
 from specctl.decoding.cache import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.device import rounds
-from specctl.decoding.host_runner import HostRunner, prefill
+from specctl.decoding.host_runner import HostRunner
 from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.protocols import Controller, OnPrefill, OnRound, Proposer
-from specctl.decoding.records import Decoded, Event, Request, RoundResult, Sequence
-from specctl.decoding.state import DecodeState
+from specctl.decoding.records import Event, Request, RoundResult, Sequence
+from specctl.decoding.state import DecodeState, no_room
 from specctl.decoding.target import Target
 from specctl.decoding.timing import Stopwatch
-from specctl.decoding.verify import MAX_NODES, budget_for
-from specctl.errors import DataError, UsageError
+from specctl.decoding.verify import MAX_NODES, budget_for, first_tokens
+from specctl.errors import UsageError
 
 EXACT_ROWS = 8  # rows of every step in exact mode: as cheap as one row in bf16 on a CPU
-IDLE_SHARE = 1 / 16  # largest fraction of a GPU's memory for the caches of an engine without sequences
 TWO_ROUNDS_TOKENS = 2 * (MAX_NODES + 1)  # most tokens that two rounds commit: one may be under way on the device
-
-
-def idle_bytes(device: torch.device) -> float:
-    """Most bytes of the caches of an engine without sequences."""
-    if device.type != "cuda":
-        return float("inf")
-    return IDLE_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 @dataclass(frozen=True)
@@ -127,20 +116,10 @@ class Engine:
     def add(self, request: Request) -> int:
         """Add a request and return its id. A later step prefills it and draws its first token.
 
-        Raises DataError if the target cannot answer it (`Target.check_request`), or if it needs more memory than there
-        is.
+        Raises the DataError of `Target.check_request` or `DecodeState.sequence`.
         """
         self.target.check_request(request)
         sequence = self.state.sequence(request, self._added)
-        if self.options.exact and self.state.batch and sequence.limit + self.state.spare >= self.state.capacity:
-            raise DataError(
-                f"in exact mode a sequence of up to {sequence.limit} tokens must be added before the first step"
-            )
-        if not self.state.could_hold(sequence):
-            raise DataError(
-                f"the KV cache of a sequence of up to {sequence.limit} tokens does not fit in memory",
-                "ask for fewer new tokens, shorten the prompt, or raise SPECCTL_KV_GIB",
-            )
         if not self.busy:
             self.clock = Stopwatch()
         self._added += 1
@@ -170,7 +149,7 @@ class Engine:
         events."""
         self.clock.start()
         if slots := self._admit():
-            logits = prefill(self.target, self.state, slots, self._shares, self.options.prefix_cache)
+            logits = first_tokens(self.target, self.state, slots, self._shares, self.options.prefix_cache)
             if self.on_prefill is not None:
                 self.on_prefill(self.state, slots, logits)
             self._clear_up()
@@ -241,18 +220,16 @@ class Engine:
 
     def _admit(self) -> list[int]:
         """Give free slots to waiting requests. Returns the slots to prefill."""
-        count = len(self.waiting)
-        if self.options.slots is not None:
-            count = min(count, self.options.slots - len(self.state.live))
-        count = self._count_fitting(count)
-        if not count:
+        texts = self._admissible()
+        if not texts:
             return []
         self._drain()
         if not self.texts:
-            self._begin_batch(count)
-        texts = [self.waiting.pop(id) for id in list(islice(self.waiting, count))]
+            self.state.start(len(texts), list(self.waiting.values()))
+            if self.device is not None:
+                self.device.batch = self.state.width(len(texts))
         for text in texts:
-            self.texts[text.index] = text
+            self.texts[text.index] = self.waiting.pop(text.index)
             try:
                 self.controller.begin(text)
                 text.controller_begun = True
@@ -269,39 +246,23 @@ class Engine:
         each sequence computes these."""
         return self.state.pool is not None and not self.state.taps and self.options.prefix_cache is None
 
-    def _count_fitting(self, count: int) -> int:
-        """Number of waiting requests, among the first `count`, that fit into memory. If none fits and this engine holds
-        no memory itself, the first request fails: another engine holds the memory and would not free it while this one
+    def _admissible(self) -> list[Sequence]:
+        """The first waiting requests for which there are slots and memory. If there is no memory for the first one and
+        this engine holds none itself, it fails: another engine holds the memory and would not free it while this one
         waits."""
-        texts = list(islice(self.waiting.values(), max(count, 0)))
+        slots = self.options.slots
+        texts = list(islice(self.waiting.values(), None if slots is None else max(slots - len(self.state.live), 0)))
         fitting = self.state.count_fitting(texts)
         if texts and not fitting and not self.texts:
-            text = self.waiting.pop(texts[0].index)
-            self.texts[text.index] = text
-            text.fail(
-                DataError(
-                    f"no room for the KV cache of a sequence of {text.limit} tokens: other sequences hold the memory",
-                    "run fewer or shorter sequences at once, or raise SPECCTL_KV_GIB",
-                )
-            )
-        return fitting
-
-    def _begin_batch(self, count: int) -> None:
-        """Prepare for the first `count` sequences of a batch: in exact mode make room for the longest one to come."""
-        if self.options.exact and not self.state.batch:
-            longest = max(text.limit for text in self.waiting.values())
-            self.state.capacity = longest + self.state.spare + 1
-        elif self.state.batch and not self.options.exact:
-            self.state.restart(count)
-            self.state.any_sampled = any(text.request.sampling.temperature > 0 for text in self.waiting.values())
-        if self.device is not None:
-            self.device.batch = self.state.width(count)
+            text = self.texts[texts[0].index] = self.waiting.pop(texts[0].index)
+            text.fail(no_room(text))
+        return texts[:fitting]
 
     def _free_batch(self) -> None:
         """Free the memory of a batch with all its sequences ended. Caches that graphs were made for are kept, unless
         they take much memory: a capture takes as long as some tens of rounds."""
-        if self.device is not None and self.device.tracks and self.state.nbytes <= idle_bytes(self.state.device):
-            self._drain()
+        if self.device is not None and self.device.worth_keeping:
+            self.device.drain()
             self.state.rounds = self.state.ahead = self.state.replays = 0
         else:
             self._start()
@@ -312,12 +273,9 @@ class Engine:
         if thin := state.mostly_idle and not self.waiting:
             self._drain()
         ended = [b for b, row in enumerate(state.rows) if row.stop is not None and row.index in self.texts]
-        failed = [b for b in ended if state.rows[b].stop == "failed"]
         if self.options.prefix_cache is not None:
-            self.options.prefix_cache.keep(state, [b for b in ended if b not in failed])
+            self.options.prefix_cache.keep(state, ended)
         state.release(ended)
-        if failed:
-            state.discard(failed)
         if thin:
             state.shrink()
 
@@ -335,40 +293,3 @@ class Engine:
                 self.controller.end(text)
             decoded = text.decoded(clock.prefill_s, clock.decode_s, state.replays, state.ahead, state.rounds)
             yield Event(text.index, tokens, decoded, text.error)
-
-
-def decode(engine: Engine, requests: list[Request], *, stoppable: bool = True) -> list[Decoded]:
-    """Decode all requests and return the texts in order. Each text has the seconds of the whole call. Raises the errors
-    of `stream`."""
-    together = min(engine.options.slots or len(requests), len(requests))
-    with threads.step_threads(engine.target.row_flops * together):
-        decoded = list(stream(engine, requests, stoppable=stoppable))
-    clock = engine.clock
-    whole = [replace(text, prefill_s=clock.prefill_s, decode_s=clock.decode_s) for text in decoded]
-    return sorted(whole, key=lambda text: text.index)
-
-
-def stream(engine: Engine, requests: list[Request], *, stoppable: bool = True) -> Iterator[Decoded]:
-    """Decode requests with an engine that is idle, and yield each text when it is finished. `Decoded.index` is the
-    place of its request. The first failure ends the call.
-
-    Raises:
-        DataError: see `Engine.add`.
-        Interrupted: a signal arrived, and the call is `stoppable`. A text can take minutes.
-        CheckpointError: the target's logits are not finite.
-    """
-    places: dict[int, int] = {}
-    try:
-        for place, request in enumerate(requests):
-            places[engine.add(request)] = place
-        while engine.busy:
-            if stoppable:
-                progress.interrupts.check()
-            for event in engine.step():
-                if event.error is not None:
-                    raise event.error
-                if event.ended is not None:
-                    yield replace(event.ended, index=places[event.id])
-    finally:
-        if engine.busy:
-            engine.abandon()

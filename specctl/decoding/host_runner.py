@@ -1,50 +1,15 @@
-"""First tokens, and rounds that run from the host, one at a time: draft, verify, commit."""
+"""Rounds that run from the host, one at a time: draft, verify, commit."""
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
-from specctl import processes, threads
+from specctl import processes
 from specctl.decoding.controllers import PerSequence
-from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.protocols import Proposer, ReadsVerdicts
 from specctl.decoding.records import RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import work_clock
-from specctl.decoding.verify import budget_for, edit_logits, node_budget, nonfinite_rows, verify
-
-
-def prefill(
-    target: Target, state: DecodeState, slots: list[int], share: bool, prefix_cache: PrefixCache | None
-) -> Tensor:
-    """Run the prompts in `slots` and commit the first token of each. A sequence is failed if its logits are not finite,
-    or if its constraint cannot be enforced. Returns the logits [n, V] at the ends of the prompts.
-
-    `share`: the prompts share the pages of common prefixes. `prefix_cache`: cached texts of earlier calls.
-    """
-    texts = [state.rows[b] for b in slots]
-    prompts = [text.ids for text in texts]
-    with threads.step_threads(target.row_flops * sum(map(len, prompts))):
-        if share:
-            logits, tapped = target.prefill_shared(prompts, state.cache, slots), None
-        elif prefix_cache is None:
-            logits, _, tapped = target.prefill(prompts, state.cache, state.taps, slots)
-        else:
-            logits, tapped = prefix_cache.prefill(target, prompts, state.cache, state.taps, slots)
-    positions = torch.tensor([[len(prompt)] for prompt in prompts], device=logits.device)
-    nothing = positions[:, :0]
-    draws = state.draws.select(slots)
-    edited, failed = edit_logits(draws, logits.unsqueeze(1), texts, [[] for _ in texts], nothing)
-    _, _, first = draws.follow(edited, positions, nothing, nothing)
-    failed |= nonfinite_rows(target, logits)
-    state.begin(slots, first.tolist(), tapped)
-    for place, error in failed.items():
-        row = texts[place]
-        del row.ids[row.prompt_length :]  # drop the token: the logits that it was drawn from are wrong
-        row.fail(error)
-    return logits
+from specctl.decoding.verify import budget_for, node_budget, verify
 
 
 class HostRunner:

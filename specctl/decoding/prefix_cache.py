@@ -102,10 +102,10 @@ class PrefixCache:
         return (target.new_cache(1, 1).nbytes + features) * count <= self.most_bytes
 
     def keep(self, state: DecodeState, slots: list[int]) -> None:
-        """Cache the finished texts in `slots`, while their cache rows still exist."""
+        """Cache the finished texts in `slots`, unless they failed, while their cache rows still exist."""
         for b in slots:
             ids = state.rows[b].ids[:-1]
-            if any(text.ids[: len(ids)] == ids for text in self.texts):
+            if state.rows[b].stop == "failed" or any(text.ids[: len(ids)] == ids for text in self.texts):
                 continue
             features = None if state.features is None else state.features[b, : len(ids)].clone()
             self.add(CachedText(ids, state.cache.first_rows(b, len(ids)).clone(), features))

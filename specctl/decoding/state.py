@@ -14,6 +14,7 @@ from specctl.decoding.pages import page_names
 from specctl.decoding.records import Counts, Request, Sequence, Verdict
 from specctl.decoding.sampling import Draws
 from specctl.decoding.target import Target
+from specctl.errors import DataError
 
 T = TypeVar("T")
 READ_ALONE_ROWS = 16  # missed rows; a round commits fewer
@@ -25,6 +26,14 @@ def lagging_sequences(missing: list[int], device: torch.device) -> list[int]:
     more. On a GPU, if most of the batch lags this far, as at its start, the batch is read at once."""
     far = [b for b, count in enumerate(missing) if count > READ_ALONE_ROWS]
     return far if len(missing) > 1 and (device.type == "cpu" or 2 * len(far) <= len(missing)) else []
+
+
+def no_room(text: Sequence) -> DataError:
+    """The error of a sequence that must wait for memory which this process does not free."""
+    return DataError(
+        f"no room for the KV cache of a sequence of {text.limit} tokens: other sequences hold the memory",
+        "run fewer or shorter sequences at once, or raise SPECCTL_KV_GIB",
+    )
 
 
 class PerText(Generic[T]):
@@ -137,8 +146,19 @@ class DecodeState:
         return [len(row.ids) - 1 for row in self.rows]
 
     def sequence(self, request: Request, index: int = 0) -> Sequence:
-        """The initial sequence of a request."""
-        return Sequence.of(request, self.target.context_length, self.target.eos_ids, index)
+        """The initial sequence of a request. Raises DataError if there can be no memory for it, or, in exact mode,
+        longer rows would be needed than the batch has."""
+        sequence = Sequence.of(request, self.target.context_length, self.target.eos_ids, index)
+        if self.exact_rows and self.batch and sequence.limit + self.spare >= self.capacity:
+            raise DataError(
+                f"in exact mode a sequence of up to {sequence.limit} tokens must be added before the first step"
+            )
+        if not self.cache.could_hold(self._slots(sequence)):
+            raise DataError(
+                f"the KV cache of a sequence of up to {sequence.limit} tokens does not fit in memory",
+                "ask for fewer new tokens, shorten the prompt, or raise SPECCTL_KV_GIB",
+            )
+        return sequence
 
     def assign_slots(self, sequences: list[Sequence], share: bool = False) -> list[int]:
         """Give each sequence a slot, new or taken from a finished one. Returns the slots, which must be prefilled next;
@@ -186,14 +206,13 @@ class DecodeState:
         """Number of these sequences, from the first on, that fit into memory."""
         return self.cache.count_fitting([self._slots(text) for text in texts])
 
-    def could_hold(self, text: Sequence) -> bool:
-        """Whether this sequence would fit into memory alone."""
-        return self.cache.could_hold(self._slots(text))
-
     def release(self, slots: list[int]) -> None:
-        """Free the cache memory of sequences that have ended."""
+        """Free the cache memory of sequences that have ended, and remove the rows of failed ones."""
+        failed = [b for b in slots if self.rows[b].stop == "failed"]
         for b in slots:
-            self.cache.release(b, wipe=self.rows[b].stop == "failed")
+            self.cache.release(b, wipe=b in failed)
+        if failed:
+            self._discard(failed)
 
     def reserve(self, ahead: int) -> None:
         """Make room for `ahead` more tokens of every sequence, up to its limit."""
@@ -228,8 +247,14 @@ class DecodeState:
             idle = [b for b in range(self.batch) if b not in live]
             self._keep(sorted([*live, *idle[: self.width(len(live)) - len(live)]]))
 
-    def restart(self, count: int) -> None:
-        """Prepare for `count` new sequences in the memory of a batch with all its sequences ended."""
+    def start(self, count: int, waiting: list[Sequence]) -> None:
+        """Prepare for the first `count` of the sequences `waiting`: in the memory of a batch with all its sequences
+        ended, or in exact mode with room for the longest one."""
+        if self.exact_rows and not self.batch:
+            self.capacity = max(text.limit for text in waiting) + self.spare + 1
+        if self.exact_rows or not self.batch:
+            return
+        self.any_sampled = any(text.request.sampling.temperature > 0 for text in waiting)
         size, before = self.width(count), self.batch
         self.rows = [Sequence.idle(self.target.eos_ids) for _ in range(size)]
         if size != before:
@@ -242,7 +267,7 @@ class DecodeState:
         """Batch size B for `count` sequences."""
         return count if self.pool is None else 1 << (count - 1).bit_length()
 
-    def discard(self, slots: list[int]) -> None:
+    def _discard(self, slots: list[int]) -> None:
         """Remove the rows of failed sequences. A NaN among keys would spread through attention, masked or not."""
         sound = [b for b in range(self.batch) if b not in slots]
         if not sound:
@@ -252,7 +277,7 @@ class DecodeState:
             for memory in self.memory.values():  # a copy belongs to another text than the failed row
                 for b in slots:
                     memory.renew(b)
-        elif slots:
+        else:
             self._keep(sound)
 
     def _keep(self, slots: list[int]) -> None:

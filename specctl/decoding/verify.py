@@ -1,4 +1,4 @@
-"""Verification of a draft: one target forward over it, then a lossless acceptance rule.
+"""Verification of a draft: one target forward over it, then a lossless acceptance rule. First tokens of prompts.
 
 Match rule (deterministic drafts, trees): a node draws its next token y ~ p(·|node) from the random stream of that
 absolute position. The walk from the root follows the child that equals y. Each committed token is therefore exactly the
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl import kernels
+from specctl import kernels, threads
 from specctl.decoding.plan import Plan, plan_rows
+from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.protocols import Proposer
 from specctl.decoding.records import PADDING, DraftTree, Sequence, Verdict, topology
 from specctl.decoding.sampling import ACCEPT, TARGET, Draws
@@ -53,6 +54,37 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
         last = nodes[-1] if nodes else -1
         stops.append("rejected" if last in inner else "leaf")
     return Verdict(paths, committed, stops, depths, logits, hidden, tapped, draft.chain, failed)
+
+
+def first_tokens(
+    target: Target, state: DecodeState, slots: list[int], share: bool, prefix_cache: PrefixCache | None
+) -> Tensor:
+    """Run the prompts in `slots` and commit the first token of each. A sequence is failed if its logits are not finite,
+    or if its constraint cannot be enforced. Returns the logits [n, V] at the ends of the prompts.
+
+    `share`: the prompts share the pages of common prefixes. `prefix_cache`: cached texts of earlier calls.
+    """
+    texts = [state.rows[b] for b in slots]
+    prompts = [text.ids for text in texts]
+    with threads.step_threads(target.row_flops * sum(map(len, prompts))):
+        if share:
+            logits, tapped = target.prefill_shared(prompts, state.cache, slots), None
+        elif prefix_cache is None:
+            logits, _, tapped = target.prefill(prompts, state.cache, state.taps, slots)
+        else:
+            logits, tapped = prefix_cache.prefill(target, prompts, state.cache, state.taps, slots)
+    positions = torch.tensor([[len(prompt)] for prompt in prompts], device=logits.device)
+    nothing = positions[:, :0]
+    draws = state.draws.select(slots)
+    edited, failed = edit_logits(draws, logits.unsqueeze(1), texts, [[] for _ in texts], nothing)
+    _, _, first = draws.follow(edited, positions, nothing, nothing)
+    failed |= nonfinite_rows(target, logits)
+    state.begin(slots, first.tolist(), tapped)
+    for place, error in failed.items():
+        row = texts[place]
+        del row.ids[row.prompt_length :]  # drop the token: the logits that it was drawn from are wrong
+        row.fail(error)
+    return logits
 
 
 def edit_logits(

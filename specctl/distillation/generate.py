@@ -15,7 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specctl import processes, progress
-from specctl.decoding.engine import Engine, EngineOptions, stream
+from specctl.decoding.engine import Engine, EngineOptions
+from specctl.decoding.offline import stream
 from specctl.decoding.prefix_cache import cpu_prefix_cache
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import Sampling

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from specctl import progress
 from specctl.decoding import metrics
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.engine import Engine, EngineOptions
+from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded, Label, Request
 from specctl.decoding.sampling import Sampling

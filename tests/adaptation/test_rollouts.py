@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from specctl.adaptation.rollouts import DraftedRollouts
-from specctl.decoding.engine import Engine, decode
+from specctl.decoding.engine import Engine
 from specctl.decoding.logprobs import filtered
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
 from specctl.drafters import checkpoint

@@ -23,7 +23,8 @@ import httpx
 from specctl import data_prep, threads
 from specctl.commands.serve import load_drafters, make_thread, warm_up
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.engine import Engine, EngineOptions
+from specctl.decoding.offline import decode
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target

@@ -963,7 +963,7 @@ def test_idle_engines_keep_no_large_caches(tiny, drafters, monkeypatch):
         while engine.busy:
             if not limit and engine.state.memory:
                 sizes.append(engine.state.nbytes)
-                monkeypatch.setattr("specctl.decoding.engine.idle_bytes", lambda device: sizes[-1] - 1)
+                monkeypatch.setattr("specctl.decoding.device.rounds.idle_bytes", lambda device: sizes[-1] - 1)
             engine.step()
         if limit:
             (memory,) = engine.state.memory.values()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specctl import threads
-from specctl.decoding import engine, verify
+from specctl.decoding import engine, offline, verify
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY
@@ -100,7 +100,7 @@ def test_a_signal_stops_decoding_within_a_text(target, prompts, stoppable):
     asked = requests(prompts[:1], sampling=GREEDY, max_new_tokens=8, seeds=[0], ends=frozenset())
     try:
         with pytest.raises(Interrupted) if stoppable else nullcontext():
-            engine.decode(running, asked, stoppable=stoppable)
+            offline.decode(running, asked, stoppable=stoppable)
     finally:
         interrupts.reset()
     assert not running.busy and (len(rounds) == 3 if stoppable else len(rounds) > 3)

@@ -16,7 +16,8 @@ import torch
 from specctl.commands.generate import generate
 from specctl.decoding.adjustment import Adjustment
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.engine import Engine, EngineOptions
+from specctl.decoding.offline import decode
 from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY, Sampling

@@ -8,7 +8,8 @@ import torch
 from specctl.decoding import verify
 from specctl.decoding.adjustment import Adjustment
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.engine import Engine, EngineOptions
+from specctl.decoding.offline import decode
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY, Sampling
 from tests.lossless.drafters import bushes, ragged

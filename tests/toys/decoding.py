@@ -6,8 +6,8 @@ from typing import Any
 
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine, EngineOptions
-from specctl.decoding.engine import decode as decode_requests
-from specctl.decoding.engine import stream as stream_requests
+from specctl.decoding.offline import decode as decode_requests
+from specctl.decoding.offline import stream as stream_requests
 from specctl.decoding.records import Decoded, Request
 
 

@@ -30,6 +30,14 @@ from specctl.decoding.target import Target
 from specctl.decoding.verify import judge, last_rows, not_finite
 
 Report = Callable[[DecodeState, RoundResult], None]
+IDLE_SHARE = 1 / 16  # largest fraction of a GPU's memory for the caches of an engine without sequences
+
+
+def idle_bytes(device: torch.device) -> float:
+    """Most bytes of the caches of an engine without sequences."""
+    if device.type != "cuda":
+        return float("inf")
+    return IDLE_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def possible(target: Target) -> bool:
@@ -90,6 +98,12 @@ class DeviceRounds:
     def active(self) -> Track:
         """Tensors and graphs of the active drafter at the present batch size."""
         return self.tracks[self.active_drafter, self.state.batch]
+
+    @property
+    def worth_keeping(self) -> bool:
+        """Whether an engine without sequences keeps the caches, because graphs were made for them and they take little
+        memory."""
+        return bool(self.tracks) and self.state.nbytes <= idle_bytes(self.state.device)
 
     @property
     def draft(self) -> DeviceDraft:

@@ -14,10 +14,11 @@ from typing import Any
 import httpx
 import torch
 
-from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.models import supported
 from specctl.decoding.models.loading import check_within_reach, first_line, location, model_directory, pick_device
 from specctl.decoding.models.supported import quiet
+from specctl.decoding.offline import decode
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from specctl.adaptation.stream import EncodedPrompt
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.engine import Engine, EngineOptions
+from specctl.decoding.offline import decode
 from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specctl.decoding.controllers import NoDraft
-from specctl.decoding.engine import Engine, decode
+from specctl.decoding.engine import Engine
+from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Controller
 from specctl.decoding.records import Request, RoundResult
 from specctl.decoding.sampling import Sampling

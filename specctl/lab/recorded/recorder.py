@@ -21,7 +21,8 @@ import numpy as np
 
 from specctl import progress
 from specctl.decoding.controllers import Fixed, NoDraft
-from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.engine import Engine, EngineOptions
+from specctl.decoding.offline import decode
 from specctl.decoding.prompt_features import features_of
 from specctl.decoding.protocols import Proposer
 from specctl.decoding.records import DraftTree, Request, empty_draft, topology

@@ -7,8 +7,9 @@ from functools import partial
 import torch
 
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine, EngineOptions, decode
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.metrics import why_unusable
+from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded, Request
