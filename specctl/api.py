@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from specctl.commands.online import OnlineResult
     from specctl.commands.report import ReportResult
     from specctl.commands.serve import ServeResult
-    from specctl.distillation.result import DistillResult
+    from specctl.distillation.collect import DistillResult
     from specctl.measuring.select_result import SelectResult
     from specctl.training.outcome import TrainResult
 

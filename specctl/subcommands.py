@@ -84,7 +84,7 @@ SUBCOMMANDS = {
     ),
     "eval-server": Subcommand(
         "cli.eval_server",
-        "recipe.eval_server:EvalServerRecipe",
+        "recipe.eval:EvalServerRecipe",
         "commands.eval_server:evaluate_server",
         (),
         "eval_served",
@@ -92,7 +92,7 @@ SUBCOMMANDS = {
     ),
     "bench": Subcommand("cli.bench", "recipe.bench:BenchRecipe", "commands.bench:bench", BENCH, "bench"),
     "export": Subcommand("cli.export", "recipe.export:ExportRecipe", "commands.export:export", (), None),
-    "import": Subcommand("cli.import_", "recipe.import_:ImportRecipe", "commands.import_:import_head", (), None),
+    "import": Subcommand("cli.import_", "recipe.export:ImportRecipe", "commands.import_:import_head", (), None),
     "report": Subcommand("cli.report", None, None, (), None),
     "recipes": Subcommand("cli.recipes", None, None, (), None),
     "domains": Subcommand("cli.domains", None, None, (), None),

@@ -3,13 +3,15 @@
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from operator import index
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from specctl.adaptation.stream_learner import Lesson, StreamLearner
 from specctl.adaptation.time_budget import TimeBudget
@@ -18,11 +20,12 @@ from specctl.adaptation.updates.objective import Objective, seed_of, with_distri
 from specctl.adaptation.updates.registry import feedback, make_learner
 from specctl.adaptation.updates.watchdog import Acceptance, Watchdog
 from specctl.decoding.controllers import Fixed
+from specctl.decoding.models.linear import Linear
 from specctl.decoding.protocols import Controller, Drafter
+from specctl.decoding.rope import Rope
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.drafters import checkpoint
-from specctl.drafters.renewal import take_weights
 from specctl.families import FAMILIES, STREAM_RETRIEVAL
 from specctl.recipe import DrafterStreamRecipe, LearnerRecipe, TrainRecipe
 from specctl.training.checkpoint import add_prefix, strip_prefix
@@ -263,3 +266,52 @@ class OnlineDrafter(StreamLearner):
         account = self.account
         account.balance, account.price, account.doublings, account.raises = facts["account"]
         self.drafter = self.play()
+
+
+def take_weights(drafter: Drafter, source: Drafter) -> bool:
+    """Copy the weights of `source` into `drafter`, a drafter of the same family and sizes, in place: CUDA graphs hold
+    the addresses of its weights. Returns False, and changes nothing, if they differ in more than the values of their
+    tensors, or if a CPU's packed products hold the weights."""
+    pairs = list(zip_longest(weights_of(drafter), weights_of(source)))
+    if any(isinstance(one, Linear) for pair in pairs for one in pair):
+        return False
+    if any(old is None or new is None or _form(old) != _form(new) for old, new in pairs):
+        return False
+    for old, new in pairs:
+        if old.data_ptr() != new.data_ptr():
+            _stored(old).copy_(_stored(new))
+    return True
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """The part of a tensor that has own memory: expanded dimensions are cut to one."""
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def weights_of(owner: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """Tensors of an object of this package, and its products with packed weights. The target's tensors, which drafters
+    share, and rotary tables are left out."""
+    seen = set() if seen is None else seen
+    if id(owner) in seen or isinstance(owner, Target | Rope):
+        return
+    seen.add(id(owner))
+    parts: Any = ()
+    if isinstance(owner, Tensor) or (isinstance(owner, Linear) and owner.packed):
+        yield owner
+    elif isinstance(owner, nn.Module):
+        parts = owner.state_dict().values()
+    elif isinstance(owner, list | tuple):
+        parts = owner
+    elif isinstance(owner, dict):
+        parts = owner.values()
+    elif type(owner).__module__.startswith("specctl."):
+        parts = getattr(owner, "__dict__", {}).values()
+    for part in parts:
+        yield from weights_of(part, seen)

@@ -9,7 +9,7 @@ from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.online import with_init_family
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, table
-from specctl.cli.warm_up import stream_of
+from specctl.cli.training_data import stream_of
 from specctl.errors import UsageError
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from specctl.cli.command import execute, library_output, recipe_command
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import by_domain, cell, output, table
-from specctl.cli.training_data import missing_distillations
-from specctl.cli.warm_up import stream_of, warm_up, warm_up_steps, warm_ups
+from specctl.cli.training_data import missing_distillations, stream_of, warm_up, warm_up_steps, warm_ups
 from specctl.reporting.tables import headings, machine, unusable_notes, with_mark
 from specctl.threads import counted
 

@@ -10,8 +10,7 @@ from specctl.decoding.models.loading import load_model, pick_device
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.decoding.timing import bandwidth
-from specctl.distillation.prompt_rows import Prompt
-from specctl.distillation.prompts import read_domains
+from specctl.distillation.prompts import Prompt, read_domains
 from specctl.distillation.rejections import Rejections
 from specctl.drafters import names, pool
 from specctl.measuring.bench import rounds as bench_rounds

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from specctl.decoding.adjustment import Adjustment
-from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.decoding.sampling import GREEDY, Adjustment, Sampling
 from specctl.kernels import Rows
 
 if TYPE_CHECKING:

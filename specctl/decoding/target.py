@@ -16,7 +16,6 @@ from specctl import processes
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models import gguf_target, lean, target_adapter
 from specctl.decoding.models.ends import LayerlessModel, ModelEnds, load_layerless
-from specctl.decoding.models.identity import adapter_digest
 from specctl.decoding.models.layouts import logits_divisor
 from specctl.decoding.models.loading import (
     Source,
@@ -35,7 +34,7 @@ from specctl.decoding.pages import PagePool, budget
 from specctl.decoding.plan import Plan
 from specctl.decoding.prefill import prefill, prefill_shared
 from specctl.decoding.records import Request
-from specctl.decoding.target_text import UNKNOWN_VERSION, ModelVersion, TargetText, version_of
+from specctl.decoding.target_text import UNKNOWN_VERSION, ModelVersion, TargetText, adapter_digest, version_of
 from specctl.errors import CheckpointError, DataError, UsageError
 from specctl.kernels.distill import Squash
 

@@ -1,6 +1,7 @@
 """`specctl distill --from-log`: store responses that already exist, with the target's chat template applied."""
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from specctl import progress
@@ -8,13 +9,33 @@ from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.distillation import card, logs
 from specctl.distillation.messages import ContextExceeded, check_tools
 from specctl.distillation.responses import ResponseFilter
-from specctl.distillation.result import DistillResult, label
 from specctl.distillation.select_prompts import LeftOut, PromptFilter
 from specctl.distillation.store import ShardLayout, ShardWriter, check_free
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
 
 ALONE = (0, 1)  # the only writer of its directory
+
+
+@dataclass(frozen=True)
+class DistillResult:
+    """Result document of `distill`; the counts cover this writer's part (`--shard i/n`) of the directory."""
+
+    domain: str
+    prompts: int
+    responses: int
+    response_tokens: int
+    tokens_per_s: float  # of this run; includes prefill, excludes loading and rendering
+    rejected: int
+    left_out: int  # prompts: repeated or excluded
+    dropped: int  # responses that the filters dropped
+    shards: int
+    output: str
+
+
+def label(domains: list[str]) -> str:
+    """Name of one or several domains that are distilled together: `sql`, `sql+math`."""
+    return "+".join(domains)
 
 
 def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None = None) -> DistillResult:

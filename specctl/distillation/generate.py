@@ -23,12 +23,11 @@ from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
 from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.distillation import card
-from specctl.distillation.collect import collect
+from specctl.distillation.collect import DistillResult, collect, label
 from specctl.distillation.messages import stored_fields, text_of
 from specctl.distillation.plan import Job, ResponsePlan, plan
 from specctl.distillation.rejections import Rejections
 from specctl.distillation.responses import ResponseFilter
-from specctl.distillation.result import DistillResult, label
 from specctl.distillation.select_prompts import LeftOut, prepare
 from specctl.distillation.store import ShardLayout, ShardWriter, check_free
 from specctl.engines.records import GenerationRequest, Refusal

@@ -39,8 +39,7 @@ from specctl.distillation.messages import (
     stored_fields,
     text_of,
 )
-from specctl.distillation.prompt_rows import ends_with_question
-from specctl.distillation.prompts import CHECKED_LINES
+from specctl.distillation.prompts import CHECKED_LINES, ends_with_question
 from specctl.distillation.rejections import Rejections
 from specctl.distillation.traces import body_of, conversation_of, dialogue, keys_of, list_of
 from specctl.engines import sglang, vllm

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText
-from specctl.distillation.prompt_rows import Prompt, render
+from specctl.distillation.prompts import Prompt, render
 from specctl.distillation.rejections import Rejections
-from specctl.distillation.select_prompts import Prompts
-from specctl.distillation.spool import Spool
+from specctl.distillation.select_prompts import Prompts, Spool
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
 

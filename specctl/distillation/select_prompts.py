@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from math import ceil
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 
 from specctl import progress, regular_files
 from specctl.distillation.messages import ChatMessage, text_of
-from specctl.distillation.near_duplicates import NearDuplicateIndex
-from specctl.distillation.prompt_rows import Prompt
-from specctl.distillation.prompts import candidates, check_files, no_prompts, prompts_in
+from specctl.distillation.prompts import Prompt, candidates, check_files, no_prompts, prompts_in
 from specctl.distillation.rejections import Rejections
-from specctl.distillation.spool import Spool
 from specctl.errors import DataError
 from specctl.recipe import DataRecipe, DistillRecipe, FilterRecipe
 
@@ -33,6 +34,15 @@ REASONS = {
     NEAR_EXCLUDED: "they are nearly the same as prompts in {file}",
 }
 LISTED = 1000  # most ids per reason in a data card; left-out.jsonl in the run directory has all
+
+
+GRAM = 5  # words, as in Lee et al. 2022, "Deduplicating training data makes language models better"
+
+
+SHORTEST = 8  # n-grams: texts with fewer are never near-duplicates, since a single word would decide
+
+
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+")  # in scripts without spaces, a character is a word
 
 
 @dataclass
@@ -197,3 +207,72 @@ def _in_order(data: DataRecipe, domain: str, rejections: Rejections, spool: Spoo
 def _rank(seed: int, id: str) -> int:
     """Rank of a prompt in the drawn order, which is also the order of `read_prompts` with `sample`."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{id}".encode()).digest()[:8])
+
+
+def word_ngrams(text: str) -> list[str]:
+    """Word n-grams of a text, without case and punctuation."""
+    words = _WORD.findall(text.lower())
+    return [" ".join(words[start : start + GRAM]) for start in range(len(words) - GRAM + 1)]
+
+
+class NearDuplicateIndex:
+    """Texts with their ids. `find` returns a near-duplicate: a text with n-grams of a Jaccard similarity of at least
+    `threshold`.
+
+    A share of `threshold` of a text's n-grams must then be in the other text. So only texts with one of the remaining
+    n-grams, and the rarest ones at that, are compared (Bayardo et al. 2007, "Scaling up all pairs similarity search").
+    """
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+        self._ids: list[str] = []
+        self._ngrams: list[frozenset[int]] = []  # hashes, by text
+        self._texts: defaultdict[int, list[int]] = defaultdict(list)  # numbers of the texts with an n-gram
+
+    def add(self, id: str, text: str) -> None:
+        ngrams = _hashes(text)
+        for ngram in ngrams:
+            self._texts[ngram].append(len(self._ids))
+        self._ids.append(id)
+        self._ngrams.append(ngrams)
+
+    def find(self, text: str) -> str | None:
+        """The id of the most similar near-duplicate, the first one in a tie, or None."""
+        ngrams = _hashes(text)
+        shared = ceil(self.threshold * len(ngrams) - 1e-9)
+        rarest = sorted(ngrams, key=lambda ngram: len(self._texts.get(ngram, ())))[: len(ngrams) - shared + 1]
+        candidates = sorted({number for ngram in rarest for number in self._texts.get(ngram, ())})
+        similarity = {n: len(ngrams & self._ngrams[n]) / len(ngrams | self._ngrams[n]) for n in candidates}
+        best = max(candidates, key=similarity.__getitem__, default=None)
+        return None if best is None or similarity[best] < self.threshold else self._ids[best]
+
+
+def _hashes(text: str) -> frozenset[int]:
+    """Hashes of a text's n-grams; none for a short text."""
+    ngrams = word_ngrams(text)
+    return frozenset(map(hash, ngrams)) if len(ngrams) >= SHORTEST else frozenset()
+
+
+class Spool:
+    """Rows of bytes by their place; the temporary file disappears with this object."""
+
+    def __init__(self) -> None:
+        self._file = TemporaryFile()  # noqa: SIM115 (closed with this object)
+        self._ends = array("Q", [0])
+        self._flushed = 0  # bytes
+
+    def append(self, row: bytes) -> int:
+        """Add a row and return its place."""
+        self._file.write(row)
+        self._ends.append(self._ends[-1] + len(row))
+        return len(self) - 1
+
+    def __getitem__(self, place: int) -> bytes:
+        start, end = self._ends[place : place + 2]
+        if end > self._flushed:
+            self._file.flush()
+            self._flushed = self._ends[-1]
+        return os.pread(self._file.fileno(), end - start, start)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1

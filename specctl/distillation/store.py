@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from specctl import progress, regular_files
-from specctl.decoding.models.identity import with_weights_digest
+from specctl.decoding.target_text import with_weights_digest
 from specctl.distillation import shards
 from specctl.distillation.shards import Record, Writer
 from specctl.errors import DataError, SpecctlError, UsageError

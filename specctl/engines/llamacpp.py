@@ -7,7 +7,7 @@ running server.
 from collections.abc import Mapping
 from typing import Any
 
-from specctl.engines import metrics
+from specctl.engines import responses
 from specctl.engines.records import (
     DraftCounters,
     EndpointFacts,
@@ -110,7 +110,7 @@ def join_stream(pieces: list[Any]) -> Any:
 
 def parse_draft_counters(page: str) -> DraftCounters | None:
     """The draft counters of the server, or None if it does not draft. It counts only under --metrics."""
-    found = metrics.draft_counters(page, "llamacpp:")
+    found = responses.draft_counters(page, "llamacpp:")
     return found if found and found.rounds else None
 
 

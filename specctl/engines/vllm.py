@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from specctl.engines import metrics
+from specctl.engines import responses
 from specctl.engines.records import (
     AdminCall,
     DraftCounters,
@@ -97,13 +97,13 @@ def join_stream(pieces: list[Any]) -> Any:
 
 def parse_draft_counters(page: str) -> DraftCounters | None:
     """Sum of the draft counters of all engines that share the port, or None if they do not draft."""
-    return metrics.draft_counters(page, "vllm:")
+    return responses.draft_counters(page, "vllm:")
 
 
 def parse_prefix_cache(page: str) -> tuple[int, int] | None:
     """Tokens that were looked up in the prefix cache, and found."""
-    asked = metrics.total(page, "vllm:prefix_cache_queries_total")
-    return None if asked is None else (int(asked), int(metrics.total(page, "vllm:prefix_cache_hits_total") or 0))
+    asked = responses.total(page, "vllm:prefix_cache_queries_total")
+    return None if asked is None else (int(asked), int(responses.total(page, "vllm:prefix_cache_hits_total") or 0))
 
 
 def tokenize_request(text: str, model: str) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def parse_hidden_states(document: Any, sent: int) -> str | None:
 def has_prefix_cache(page: str) -> bool:
     """Whether the cache configuration in the metrics enables the prefix cache."""
     return any(
-        labels.get("enable_prefix_caching") == "True" for labels, _ in metrics.samples(page, "vllm:cache_config_info")
+        labels.get("enable_prefix_caching") == "True" for labels, _ in responses.samples(page, "vllm:cache_config_info")
     )
 
 

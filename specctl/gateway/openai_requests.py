@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from specctl.decoding.adjustment import Adjustment
-from specctl.decoding.sampling import Sampling
+from specctl.decoding.sampling import Adjustment, Sampling
 from specctl.distillation.messages import Conversation, checked_messages, template_options, tool_list
 from specctl.gateway.openai_errors import ApiError, of_validation
 

@@ -24,7 +24,7 @@ from specctl.decoding.records import Decoded, Label, Request
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import TargetText
-from specctl.distillation.prompt_rows import Prompt, render
+from specctl.distillation.prompts import Prompt, render
 from specctl.distillation.rejections import Rejections
 from specctl.errors import DataError, Interrupted, UsageError
 from specctl.measuring.records import Question, Record

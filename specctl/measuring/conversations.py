@@ -8,7 +8,7 @@ from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import TargetText
 from specctl.distillation.messages import prompt_id
-from specctl.distillation.prompt_rows import prompt_ids
+from specctl.distillation.prompts import prompt_ids
 from specctl.measuring.contenders import Case, case_of, decode_batch
 from specctl.recipe import EvalRecipe, EvalServerRecipe
 

@@ -42,7 +42,7 @@ from specctl.measuring.contenders import (
 )
 from specctl.measuring.records import Record
 from specctl.recipe import OnlineRecipe
-from specctl.selection.companion import Companion
+from specctl.selection.arms import Companion
 from specctl.training.checkpoint import add_prefix, strip_prefix
 
 STATIC = "static"

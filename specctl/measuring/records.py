@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specctl import regular_files
-from specctl.decoding.models.identity import with_weights_digest
 from specctl.decoding.records import Decoded
+from specctl.decoding.target_text import with_weights_digest
 from specctl.drafters import checkpoint
 from specctl.drafters.names import parts_of
 from specctl.errors import CheckpointError, SpecctlError, UsageError, one_line

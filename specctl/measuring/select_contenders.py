@@ -38,10 +38,9 @@ from specctl.measuring.contenders import (
 from specctl.measuring.policy_rows import ArmReward, PolicyRow, StreamAnswers
 from specctl.measuring.records import Record
 from specctl.recipe import PoolRecipe, SelectRecipe
-from specctl.selection.arms import Arm, DraftAll, make_arms, plain_arm
+from specctl.selection.arms import Arm, Companion, DraftAll, make_arms, plain_arm
 from specctl.selection.assembly import Decoding, make_batch_selector, make_selector, plain_step, plays_for_seconds
 from specctl.selection.batched import BatchSelector
-from specctl.selection.companion import Companion
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms, Array, Policy

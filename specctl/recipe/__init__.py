@@ -8,11 +8,9 @@ import pkgutil
 
 from specctl.recipe.bench import BenchRecipe
 from specctl.recipe.distill import DistillRecipe, FilterRecipe
-from specctl.recipe.eval import EvalRecipe
-from specctl.recipe.eval_server import EvalServerRecipe
-from specctl.recipe.export import ExportRecipe
+from specctl.recipe.eval import EvalRecipe, EvalServerRecipe
+from specctl.recipe.export import ExportRecipe, ImportRecipe
 from specctl.recipe.generate import GenerateRecipe
-from specctl.recipe.import_ import ImportRecipe
 from specctl.recipe.learn_from_server import LearnFromServerRecipe, PublicationRecipe
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe
 from specctl.recipe.online import DrafterStreamRecipe, OnlineRecipe

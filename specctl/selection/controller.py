@@ -18,8 +18,7 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import work_clock
 from specctl.drafters.feature.layer import select_taps
 from specctl.selection.arms import Arm, TimedDraft, taps_of
-from specctl.selection.divergence import overlap
-from specctl.selection.feedback import Scorer
+from specctl.selection.feedback import Scorer, overlap
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game, Round
 from specctl.selection.game.rewards import Outcome, surplus_lost

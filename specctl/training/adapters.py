@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specctl.decoding.models import target_adapter
-from specctl.decoding.models.identity import adapter_digest
 from specctl.decoding.models.loading import load_config
-from specctl.decoding.target_text import TargetText
+from specctl.decoding.target_text import TargetText, adapter_digest
 from specctl.distillation import store
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import FAMILIES

@@ -25,10 +25,10 @@ from specctl.drafters.feature.ttt_attention import Layout, ranges
 from specctl.errors import SpecctlError, UsageError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
+from specctl.training.engine import ends_together, over_ranks
 from specctl.training.example import Author, Example
 from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose_mode, fp8_share, free_bytes
 from specctl.training.prefetch import PinnedCopies, Prefetcher
-from specctl.training.ranks import ends_together, over_ranks
 
 if TYPE_CHECKING:
     from specctl.training.feature_stream import FeatureStream

@@ -36,7 +36,7 @@ from specctl.training.balancing import Batch, balanced_rows, batches, drop_seen,
 from specctl.training.checkpoint import RunState, check_same
 from specctl.training.data import Corpus, load_corpus
 from specctl.training.datastore import collect
-from specctl.training.engine import make_engine, set_learning_rate, start_processes, weights
+from specctl.training.engine import ends_together, make_engine, set_learning_rate, start_processes, weights
 from specctl.training.estimate import loads_layers_here
 from specctl.training.example import Example
 from specctl.training.expected_length import ExpectedLength, HeldOut
@@ -51,7 +51,6 @@ from specctl.training.outcome import (
     recipe_hash,
 )
 from specctl.training.pieces import Cut
-from specctl.training.ranks import ends_together
 from specctl.training.readers import unread
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.trainable import TrainableDrafter, make_trainable

@@ -15,8 +15,7 @@ from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.distillation.generate import distill
 from specctl.drafters import pool
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
-from specctl.drafters.lm.drafter import LMDrafter
-from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import (
     DataRecipe,

@@ -7,8 +7,7 @@ import pytest
 
 from specctl.adaptation.draft_length import AutoLength, best_length, tokens_per_cost
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.lm.drafter import LMDrafter
-from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
 from tests.lossless.drafters import own_weights
 from tests.toys.decoding import decode
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specctl.adaptation.segments import interleave
+from specctl.adaptation.stream import interleave
 
 
 @pytest.mark.parametrize("kind", ["abrupt", "mix", "drift"])

@@ -17,12 +17,11 @@ from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.prompt_features import cluster_of, features_at
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import load_target
-from specctl.distillation.prompt_rows import Prompt
+from specctl.distillation.prompts import Prompt
 from specctl.distillation.rejections import Rejections
 from specctl.drafters import checkpoint
 from specctl.drafters import pool as drafters
-from specctl.drafters.lm.drafter import LMDrafter
-from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
 from specctl.drafters.retrieval.datastore import Datastore
 from specctl.drafters.retrieval.drafter import FAMILY as retrieval
 from specctl.drafters.text.lookup import Lookup

@@ -19,7 +19,8 @@ from gguf import GGMLQuantizationType as Kind
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from specctl.decoding.models import gguf_blocks, gguf_file, gguf_target, gguf_tokenizer, identity
+from specctl.decoding import target_text
+from specctl.decoding.models import gguf_blocks, gguf_file, gguf_target, gguf_tokenizer
 from specctl.decoding.models.describe import describe
 from specctl.decoding.models.ends import load_layerless
 from specctl.decoding.models.gguf_file import Numbers
@@ -292,17 +293,17 @@ def test_the_rope_factor_is_read_from_the_tensor(directories, tmp_path):
 
 
 def test_the_digest_depends_on_every_tensor(file, monkeypatch, tmp_path):
-    monkeypatch.setattr(identity, "WHOLE", 0)
-    first = identity.weights_digest(str(file))
+    monkeypatch.setattr(target_text, "WHOLE", 0)
+    first = target_text.weights_digest(str(file))
     copied = tmp_path / "copy.gguf"
     copied.write_bytes(file.read_bytes())
-    assert identity.weights_digest(str(copied)) == first
+    assert target_text.weights_digest(str(copied)) == first
     found = {first}
     for name in ("output_norm.weight", "blk.1.ffn_up.weight"):
         held, data = gguf_file.read(file).tensors[name], bytearray(file.read_bytes())
         data[held.start + held.size // 2] ^= 1
         copied.write_bytes(data)
-        found.add(identity.weights_digest(str(copied)))
+        found.add(target_text.weights_digest(str(copied)))
     assert len(found) == 3
 
 

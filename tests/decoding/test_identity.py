@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specctl.decoding.models import identity
-from specctl.decoding.models.identity import weights_digest, with_weights_digest
+from specctl.decoding import target_text
 from specctl.decoding.models.loading import load_config, load_tokenizer, location
+from specctl.decoding.target_text import weights_digest, with_weights_digest
 from specctl.errors import CheckpointError
 
 
@@ -29,8 +29,8 @@ def model(tmp_path):
 @pytest.mark.parametrize("whole", [2**26, 0])
 def test_the_digest_changes_with_any_tensor(model, tmp_path, monkeypatch, whole):
     """Each tensor is changed in place; a copy of the files has an equal digest."""
-    monkeypatch.setattr(identity, "WHOLE", whole)
-    monkeypatch.setattr(identity, "BLOCK", 64)
+    monkeypatch.setattr(target_text, "WHOLE", whole)
+    monkeypatch.setattr(target_text, "BLOCK", 64)
     first = weights_digest(str(model))
     assert weights_digest(str(shutil.copytree(model, tmp_path / "copy"))) == first
     found = {first}
@@ -46,7 +46,7 @@ def test_the_digest_changes_with_any_tensor(model, tmp_path, monkeypatch, whole)
 
 
 def test_pickled_weights_are_sampled_throughout_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "WHOLE", 0)
+    monkeypatch.setattr(target_text, "WHOLE", 0)
     path = tmp_path / "pytorch_model.bin"
     path.write_bytes(bytes(10**6))
     first = weights_digest(str(tmp_path))

@@ -21,8 +21,8 @@ from specctl.errors import SpecctlError
 from specctl.lab.reasoning.judge import make_judge
 from specctl.lab.reasoning.modes import load_draft_lm
 from specctl.lab.reasoning.options import JudgeRecipe
-from specctl.lab.routing.options import RouterRecipe
 from specctl.lab.routing.router import Router
+from specctl.lab.train_router.recipe import RouterRecipe
 from specctl.measuring.transformers_baseline import load_generator
 from specctl.recipe import BenchRecipe, DrafterRecipe, TargetRecipe
 from tests.toys.decoding import decode

@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specctl.decoding.models import target_adapter
-from specctl.decoding.models.identity import weights_digest
 from specctl.decoding.models.loading import DTYPES, load_config, load_model, load_tokenizer
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
-from specctl.decoding.target_text import load_target_text
+from specctl.decoding.target_text import load_target_text, weights_digest
 from specctl.drafters.text.lookup import Lookup
 from specctl.errors import CheckpointError
 from specctl.kernels import PAGE, native

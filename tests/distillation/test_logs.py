@@ -12,7 +12,7 @@ from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation import logs, store
 from specctl.distillation.logs import LoggedTurn, turns
-from specctl.distillation.prompt_rows import prompts_of_row
+from specctl.distillation.prompts import prompts_of_row
 from specctl.distillation.rejections import Rejections
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from specctl.distillation.near_duplicates import NearDuplicateIndex, word_ngrams
+from specctl.distillation.select_prompts import NearDuplicateIndex, word_ngrams
 
 WORDS = [f"w{number}" for number in range(5000)]
 

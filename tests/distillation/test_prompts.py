@@ -18,11 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specctl import progress
-from specctl.distillation import line_streams, prompt_rows
+from specctl.distillation import line_streams, prompts
 from specctl.distillation.line_streams import open_prompts
 from specctl.distillation.messages import prompt_id
-from specctl.distillation.prompt_rows import prompts_of_row
-from specctl.distillation.prompts import HUB, check_files, read_domains, read_prompts
+from specctl.distillation.prompts import HUB, check_files, prompts_of_row, read_domains, read_prompts
 from specctl.distillation.rejections import Rejections
 from specctl.errors import DataError, Interrupted, UsageError
 from specctl.recipe import DataRecipe
@@ -492,7 +491,7 @@ def test_a_suite_row_is_a_conversation_of_its_category():
         ({"turns": ["a", " "]}, "empty prompt"),
         ({"category": 3}, "`category` must be a name, got 3"),
         (
-            {"turns": [f"{prompt_rows.PLACEHOLDER} (x)"]},
+            {"turns": [f"{prompts.PLACEHOLDER} (x)"]},
             "a placeholder: fetch the text of this row with SPEED-Bench's script",
         ),
     ],

@@ -9,8 +9,7 @@ import pytest
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation import logs, store
 from specctl.distillation.messages import checked_messages, template_options, text_of, tool_list
-from specctl.distillation.prompt_rows import prompts_of_row, render
-from specctl.distillation.prompts import read_prompts
+from specctl.distillation.prompts import prompts_of_row, read_prompts, render
 from specctl.distillation.rejections import Rejections
 from specctl.recipe import DataRecipe
 from tests.toys.agent_traces import LAYOUTS, hermes, logged, openai, parts, trace, turn_count, with_strings

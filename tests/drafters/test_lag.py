@@ -5,8 +5,7 @@ import torch
 
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
-from specctl.drafters.lm.drafter import LMDrafter
-from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
 from specctl.drafters.medusa.drafter import MedusaDrafter
 from specctl.drafters.text.lookup import Lookup
 from tests.drafters.heads import SHAPE, eagle3_head

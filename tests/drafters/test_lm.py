@@ -14,8 +14,8 @@ from specctl.decoding.state import READ_ALONE_ROWS
 from specctl.drafters import checkpoint
 from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm import model as lm_model
+from specctl.drafters.lm.drafter import ChainShape
 from specctl.drafters.lm.model import LM, AcceptanceHead, LMBatch, architecture, cast
-from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
 from specctl.formats import hf

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
+from specctl.adaptation.online_drafter import take_weights
 from specctl.decoding.models import linear
-from specctl.drafters.renewal import take_weights
 from tests.decoding import test_device_round as toys
 from tests.decoding.test_device_round import tiny  # noqa: F401 - a fixture
 from tests.toys.decoding import decode, engine_for

@@ -8,8 +8,7 @@ from specctl.decoding.sampling import GREEDY
 from specctl.drafters.dflash.drafter import BlockDrafter
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.hydra.drafter import HydraDrafter
-from specctl.drafters.lm.drafter import LMDrafter
-from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
 from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.drafters.peagle.drafter import PEagleDrafter
 from specctl.drafters.tree import TreeShape

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from specctl import progress
-from specctl.engines import endpoints, metrics, vllm
+from specctl.engines import endpoints, responses, vllm
 from specctl.engines.client import Client
 from specctl.engines.records import (
     DraftCounters,
@@ -414,7 +414,7 @@ def test_counters_are_summed_from_a_metrics_page():
     assert found == DraftCounters(280, 822, 130, [116, 18])
     assert found.since(DraftCounters(100, 22, 30, [16])) == DraftCounters(180, 800, 100, [100, 18])
     assert vllm.parse_draft_counters("vllm:num_requests_running 1\n") is None
-    assert metrics.total(PAGE, "vllm:e2e_request_latency_seconds_bucket") == 12
+    assert responses.total(PAGE, "vllm:e2e_request_latency_seconds_bucket") == 12
 
 
 DRAFTS, PLACES = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total"

@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from specctl.commands.generate import generate
-from specctl.decoding.adjustment import Adjustment
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.records import Request
-from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.decoding.sampling import GREEDY, Adjustment, Sampling
 from specctl.drafters import pool
 from specctl.gateway import engine_thread
 from specctl.gateway.choosing import controller_for

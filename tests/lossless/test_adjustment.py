@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from specctl.decoding import verify
-from specctl.decoding.adjustment import Adjustment
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.records import Request
-from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.decoding.sampling import GREEDY, Adjustment, Sampling
 from tests.lossless.drafters import bushes, ragged
 from tests.lossless.test_equality import DRAFTERS, ONE_OF_EACH, SEEDS
 

@@ -22,9 +22,8 @@ from specctl.drafters.hybrid.costs import ROWS, Costs
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.rescored import Rescored
 from specctl.drafters.hybrid.weighed import WeighedText
-from specctl.drafters.lm.drafter import LMDrafter
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
 from specctl.drafters.lm.model import AcceptanceHead
-from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.drafters.retrieval.datastore import Datastore
 from specctl.drafters.text.lookahead import LookaheadDrafter

@@ -16,9 +16,8 @@ from specctl.decoding import prefill
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.sampling import ACCEPT, Draws, Sampling
 from specctl.decoding.target import Target
-from specctl.drafters.lm.drafter import LMDrafter
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
 from specctl.drafters.lm.model import LM, AcceptanceHead
-from specctl.drafters.lm.shape import ChainShape
 from specctl.kernels import reference
 from tests.toys.decoding import decode
 

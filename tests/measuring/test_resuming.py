@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specctl import progress
+from specctl.adaptation.online_drafter import weights_of
 from specctl.adaptation.stream import PromptStream
 from specctl.distillation import line_streams
 from specctl.distillation.rejections import Rejections
 from specctl.drafters import checkpoint as checkpoints
-from specctl.drafters.renewal import weights_of
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.measuring import online_contenders, online_journal
 from specctl.measuring.online_contenders import OnlineContenders

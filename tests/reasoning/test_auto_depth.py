@@ -3,7 +3,7 @@
 import pytest
 
 from specctl.adaptation.draft_length import TRIAL_EVERY
-from specctl.lab.reasoning.auto_depth import TRIED, AutoDepth
+from specctl.lab.reasoning.lookahead import TRIED, AutoDepth
 from specctl.lab.reasoning.options import LookaheadRecipe
 
 

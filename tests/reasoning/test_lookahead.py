@@ -8,16 +8,14 @@ import pytest
 from specctl.adaptation.draft_length import TRIAL_EVERY
 from specctl.adaptation.stream import EncodedPrompt
 from specctl.decoding.target import Target
-from specctl.distillation.prompt_rows import Prompt
+from specctl.distillation.prompts import Prompt
 from specctl.drafters.text.lookup import Lookup
 from specctl.errors import DataError, Interrupted
 from specctl.lab.reasoning import lookahead
-from specctl.lab.reasoning.auto_depth import TRIED
 from specctl.lab.reasoning.judge import Judge
-from specctl.lab.reasoning.lookahead import Lookahead
+from specctl.lab.reasoning.lookahead import TRIED, Lookahead
 from specctl.lab.reasoning.options import LookaheadRecipe
-from specctl.lab.reasoning.step_splitter import Step
-from specctl.lab.reasoning.writer import Proposal, StepDrafter, Writer, WritingWork
+from specctl.lab.reasoning.writer import Proposal, Step, StepDrafter, Writer, WritingWork
 from specctl.progress import interrupts
 from tests.conftest import write_tiny
 

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specctl.adaptation.stream import EncodedPrompt
-from specctl.distillation.prompt_rows import Prompt
+from specctl.distillation.prompts import Prompt
 from specctl.drafters import checkpoint
 from specctl.drafters.lm.drafter import FAMILY as lm
 from specctl.drafters.lm.model import LM, architecture

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specctl.lab.reasoning.step_splitter import Step, StepSplitter, repeats_itself
+from specctl.lab.reasoning.writer import Step, StepSplitter, repeats_itself
 
 EOS = 3
 

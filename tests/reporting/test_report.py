@@ -16,7 +16,7 @@ from specctl.measuring.online_rows import LearnerRow
 from specctl.reporting import plots
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import online
-from specctl.reporting.commands.rounds import BINS, Rounds, read
+from specctl.reporting.commands.selection import BINS, Rounds, read
 from tests.reporting.conftest import eval_row, filled
 
 DOT = b"\x89PNG\r\n\x1a\n" + bytes(8) + (160).to_bytes(4) * 2

@@ -10,9 +10,15 @@ from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome
 from specctl.selection.game.rules import rules_for
-from specctl.selection.policies.bandits import ucb_radius, ucbspec_radius
-from specctl.selection.policies.exponential import importance_weighted
-from specctl.selection.policies.halving import ExploreThenCommit, SequentialHalving, halvings, survivors
+from specctl.selection.policies.bandits import (
+    ExploreThenCommit,
+    SequentialHalving,
+    halvings,
+    importance_weighted,
+    survivors,
+    ucb_radius,
+    ucbspec_radius,
+)
 from specctl.selection.policies.policy import Arms
 from specctl.selection.policies.registry import build
 

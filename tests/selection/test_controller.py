@@ -8,8 +8,7 @@ import pytest
 from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.lm.drafter import LMDrafter
-from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.recipe import GameRecipe, PolicyRecipe

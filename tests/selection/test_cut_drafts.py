@@ -8,8 +8,7 @@ import pytest
 
 from specctl.errors import UsageError
 from specctl.lab.recorded.cut_drafts import shortened, with_plain
-from specctl.lab.recorded.overheads import Overheads
-from specctl.lab.recorded.trace import Table, of_arms
+from specctl.lab.recorded.trace import Overheads, Table, of_arms
 from specctl.selection.arms import PLAIN
 from tests.selection.conftest import ARMS, DEPTH
 

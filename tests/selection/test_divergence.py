@@ -9,13 +9,12 @@ from specctl.decoding.records import DraftTree, first_chain
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.verify import verify
 from specctl.drafters.eagle3 import drafter as eagle3
-from specctl.drafters.lm.drafter import LMDrafter
-from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe
-from specctl.selection.divergence import overlap, overlaps
+from specctl.selection.feedback import overlap, overlaps
 from tests.lossless.drafters import own_weights
 from tests.selection.test_feedback import head, law, standing, trained
 
@@ -83,7 +82,7 @@ def test_unplayed_and_verified_drafts_have_equal_overlaps(target, drafters, text
     drafts = [drafter.propose(state, 20) for drafter in drafters.values()]
     wanted = [overlap(draft, 0, verify(target, state, draft).logits[0]) for draft in drafts]
     for room in (63, 16, 6):
-        monkeypatch.setattr("specctl.selection.divergence.MAX_NODES", room)
+        monkeypatch.setattr("specctl.selection.feedback.MAX_NODES", room)
         for one, other in zip(overlaps(target, state, drafts), wanted, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)
 

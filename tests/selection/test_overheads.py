@@ -9,9 +9,8 @@ from specctl.decoding.sampling import Sampling
 from specctl.drafters.text.lookup import Lookup
 from specctl.lab.recorded.hindsight import Hindsight
 from specctl.lab.recorded.overhead_timing import line, overheads
-from specctl.lab.recorded.overheads import Overheads
 from specctl.lab.recorded.replay import draft_all, oracle, replay
-from specctl.lab.recorded.trace import of_arms
+from specctl.lab.recorded.trace import Overheads, of_arms
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.arms import Arm
 from tests.selection.tables import specialists

@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from specctl.lab.routing.options import Perturbation
 from specctl.lab.routing.perturb import PHRASES, perturb
+from specctl.lab.train_router.recipe import Perturbation
 
 TEXT = "Write one SQL query:\n\n  how many pets are older than 3?\tShow the columns of the table."
 FOREIGN = ["Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May."]

@@ -13,8 +13,7 @@ from specctl.decoding.controllers import NoDraft
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters.eagle3 import drafter as eagle3
 from specctl.drafters.eagle3.head import Eagle3Head
-from specctl.drafters.lm.drafter import LMDrafter
-from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
 from specctl.drafters.retrieval.datastore import Datastore
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from specctl.errors import DataError, Interrupted
-from specctl.lab.recorded.arm_rewards import arm_rewards
 from specctl.lab.recorded.cut_drafts import with_plain
-from specctl.lab.recorded.hindsight import Hindsight, games, round_starts, token_losses
+from specctl.lab.recorded.hindsight import Hindsight, arm_rewards, games, round_starts, token_losses
 from specctl.lab.recorded.regret import (
     bootstrap_ratio,
     by_domain,

@@ -9,8 +9,7 @@ from specctl.decoding import host_runner
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.eagle3 import drafter as eagle3
-from specctl.drafters.lm.drafter import LMDrafter
-from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape

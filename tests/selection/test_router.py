@@ -19,7 +19,6 @@ from specctl.drafters.pool import find_pool
 from specctl.errors import CheckpointError, DataError, SpecctlError, UsageError
 from specctl.lab.recorded.hindsight import round_starts
 from specctl.lab.recorded.trace import Table, Trace
-from specctl.lab.routing.options import RouterRecipe
 from specctl.lab.routing.router import RECORD, Router
 from specctl.lab.routing.training import (
     RouterExample,
@@ -29,6 +28,7 @@ from specctl.lab.routing.training import (
     split,
     train_router,
 )
+from specctl.lab.train_router.recipe import RouterRecipe
 
 ARMS = ["sql-eagle", "math-eagle", "code-eagle"]
 DOMAINS = ["sql", "math", "code"]

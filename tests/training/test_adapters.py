@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specctl.decoding.models.identity import adapter_digest
 from specctl.decoding.target import load_target
-from specctl.decoding.target_text import load_target_text
+from specctl.decoding.target_text import adapter_digest, load_target_text
 from specctl.distillation.generate import distill
 from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError, UsageError

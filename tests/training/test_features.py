@@ -21,7 +21,7 @@ from specctl.errors import CheckpointError, Interrupted, SpecctlError, UsageErro
 from specctl.progress import interrupts
 from specctl.recipe import DrafterRecipe, FeatureRecipe
 from specctl.runs import Run
-from specctl.training import feature_files, features, loop, ranks
+from specctl.training import engine, feature_files, features, loop
 from specctl.training.example import Example
 from specctl.training.feature_files import GB, choose_mode
 from specctl.training.features import FeatureStore, slot_batch
@@ -121,14 +121,14 @@ def test_every_mode_trains_the_same_and_a_stopped_run_resumes(distilled, target,
 def test_all_ranks_end_when_one_of_them_ends(target, examples, tmp_path, monkeypatch, mode, others, ends):
     """A rank that had computed its features waited for a rank that a signal had stopped, until Slurm killed the job
     and did not queue it again. This process plays one rank, and `others` are the counts of the rest."""
-    total, compute, sums = ranks.over_ranks, FeatureStore.compute, []
+    total, compute, sums = engine.over_ranks, FeatureStore.compute, []
 
     def over_ranks(values, device):
         sums.append(values)
         computed = len(sums) == (2 if mode == "memory" else 3)
         return total([a + b for a, b in zip(values, others, strict=True)] if computed else values, device)
 
-    monkeypatch.setattr(ranks, "over_ranks", over_ranks)
+    monkeypatch.setattr(engine, "over_ranks", over_ranks)
     with pytest.raises(SystemExit) if ends else nullcontext() as left:
         FeatureStore(target, TAPS).prepare(examples[:2], FeatureRecipe(mode=mode), tmp_path)
     assert ends is None or left.value.code == ends

@@ -30,7 +30,7 @@ from specctl.recipe import (
     TargetRecipe,
 )
 from specctl.runs import Run
-from specctl.training import loop, ranks
+from specctl.training import engine, loop
 from specctl.training.data import load_corpus
 from specctl.training.features import FeatureStore
 from specctl.training.outcome import held_out_acceptance
@@ -361,8 +361,8 @@ def poison(monkeypatch, change):
 )
 def test_the_others_are_told_of_a_rank_that_fails_alone(distilled, tmp_path, monkeypatch, fails, place):
     """A rank with a full disk or damaged features ended by itself, and the others waited for it for half an hour."""
-    sums, total = [], ranks.over_ranks
-    monkeypatch.setattr(ranks, "over_ranks", lambda values, device: sums.append(values) or total(values, device))
+    sums, total = [], engine.over_ranks
+    monkeypatch.setattr(engine, "over_ranks", lambda values, device: sums.append(values) or total(values, device))
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from specctl.errors import DataError, Interrupted
-from specctl.training.ranks import ends_together, over_ranks
+from specctl.training.engine import ends_together, over_ranks
 
 CASES = [
     (None, [0, 0]),

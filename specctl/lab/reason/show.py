@@ -9,8 +9,7 @@ from specctl.cli import checks
 from specctl.cli.command import execute, library_output, recipe_command
 from specctl.cli.options import TARGET
 from specctl.cli.output import cell, output, table
-from specctl.cli.training_data import missing_distillations
-from specctl.cli.warm_up import stream_of, warm_up, warm_up_steps, warm_ups
+from specctl.cli.training_data import missing_distillations, stream_of, warm_up, warm_up_steps, warm_ups
 from specctl.errors import CheckpointError
 from specctl.families import LM
 from specctl.reporting.tables import headings

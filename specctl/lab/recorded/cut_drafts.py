@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from specctl.decoding.prompt_features import PromptClusters
 from specctl.errors import UsageError
-from specctl.lab.recorded.overheads import Overheads
-from specctl.lab.recorded.trace import Table, Trace, of_arms
+from specctl.lab.recorded.trace import Overheads, Table, Trace, of_arms
 from specctl.selection.arms import PLAIN
 
 

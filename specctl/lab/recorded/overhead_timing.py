@@ -14,7 +14,7 @@ from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
-from specctl.lab.recorded.overheads import Overheads
+from specctl.lab.recorded.trace import Overheads
 from specctl.selection.arms import Arm, taps_of
 from specctl.selection.feedback import Scorer
 

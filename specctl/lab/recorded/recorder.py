@@ -39,7 +39,7 @@ from specctl.recipe import SamplingRecipe
 from specctl.selection import feedback
 from specctl.selection.arms import Arm, TimedDraft, longest_draft, prompt_taps, taps_of
 from specctl.selection.assembly import step_seconds
-from specctl.selection.divergence import overlaps
+from specctl.selection.feedback import overlaps
 from specctl.selection.policies.policy import Array
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from specctl.decoding.models.identity import with_weights_digest
+from specctl.decoding.target_text import with_weights_digest
 from specctl.errors import UsageError
 from specctl.lab.recorded.table_file import Header, Recorded, differences, read, table_of, write
 from specctl.lab.recorded.trace import Table

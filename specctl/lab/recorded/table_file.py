@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from specctl import regular_files
-from specctl.decoding.models.identity import with_weights_digest
 from specctl.decoding.prompt_features import PromptClusters
+from specctl.decoding.target_text import with_weights_digest
 from specctl.distillation import store
 from specctl.errors import CheckpointError, near_path
-from specctl.lab.recorded.overheads import Overheads
-from specctl.lab.recorded.trace import Table, Trace
+from specctl.lab.recorded.trace import Overheads, Table, Trace
 from specctl.runs import atomic_write, sha256
 
 VERSION = 5

@@ -10,9 +10,8 @@ import numpy as np
 
 from specctl.errors import UsageError
 from specctl.lab.recorded import hindsight, regret
-from specctl.lab.recorded.arm_rewards import arm_rewards
 from specctl.lab.recorded.cut_drafts import shortened, with_plain
-from specctl.lab.recorded.hindsight import Hindsight
+from specctl.lab.recorded.hindsight import Hindsight, arm_rewards
 from specctl.lab.recorded.replay import Replay, draft_all, oracle, replay, rules_on
 from specctl.lab.recorded.table_file import read_table
 from specctl.lab.recorded.trace import Table, of_arms

@@ -9,7 +9,7 @@ import string
 from collections.abc import Sequence
 from random import Random
 
-from specctl.lab.routing.options import Perturbation
+from specctl.lab.train_router.recipe import Perturbation
 
 BEFORE = [
     "You are a helpful assistant.",

@@ -28,7 +28,7 @@ from specctl.decoding.models.supported import quiet
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError
-from specctl.lab.routing.options import HEAD_SIZE, RouterRecipe
+from specctl.lab.train_router.recipe import HEAD_SIZE, RouterRecipe
 from specctl.runs import atomic_write, to_json
 
 RECORD = "router.json"

@@ -16,9 +16,9 @@ from specctl.decoding.target import Target
 from specctl.errors import DataError, SpecctlError
 from specctl.lab.recorded.hindsight import round_starts
 from specctl.lab.recorded.trace import Table, of_arms
-from specctl.lab.routing.options import Perturbation, RouterRecipe
 from specctl.lab.routing.perturb import perturb
 from specctl.lab.routing.router import Router
+from specctl.lab.train_router.recipe import Perturbation, RouterRecipe
 from specctl.progress import interrupts, track, warn
 
 CLIP = 1.0

@@ -1,14 +1,18 @@
-"""Bandits with an index: play the arm with the largest sum of mean reward and radius.
+"""Bandits, which see the reward of the arm that they played: by an index, with exponential weights, and by halving.
 
-Symbols: n pulls of an arm, μ̂ its mean reward, t rounds played, N arms, K the depth.
+Symbols: I the arm played, n pulls of an arm, μ̂ its mean reward, t rounds played, N arms, K the depth, p [N] the
+probabilities that an arm was drawn from, Y tokens committed.
 """
 
 from abc import abstractmethod
-from math import log, sqrt
+from collections.abc import Sequence
+from math import ceil, exp, floor, log, log2, sqrt
+from operator import add
 from typing import ClassVar
 
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policies.policy import Arms, Learns, Numbers, Policy, Scale, argmax, one_hot
+from specctl.selection.policies.hedge import exponential_weights
+from specctl.selection.policies.policy import Arms, Learns, Numbers, Policy, Scale, argmax, normalized, one_hot
 
 
 def ucbspec_radius(n: float, t: int, N: int, K: int, delta: float) -> float:
@@ -22,7 +26,8 @@ def ucb_radius(n: float, t: float, beta: float) -> float:
 
 
 class Index(Policy):
-    """Base of the index policies: arms that were never pulled come first, in order; then the largest index."""
+    """Base of the index policies: arms that were never pulled come first, in order; then the largest index,
+    mean reward plus radius."""
 
     learns: ClassVar[Learns] = "reward"
 
@@ -102,3 +107,122 @@ class SlidingUcb(MetaUcb):
             self.n[old] -= 1
             self.total[old] -= earned
         super().reward(arm, reward)
+
+
+def importance_weighted(arm: int, value: float, p: Sequence[float]) -> Numbers:
+    """[N] value/p_I at the arm I played and 0 elsewhere: its mean over I ~ p is the value of every arm."""
+    estimate = [0.0] * len(p)
+    estimate[arm] = value / p[arm]
+    return estimate
+
+
+def mixed_weights(log_w: Sequence[float], mix: float) -> Numbers:
+    """p = (1 − γ) w/Σw + γ/N, from ln w; γ is `mix` (MetaSD, Algorithm 7)."""
+    top = max(log_w)
+    return [(1 - mix) * share + mix / len(log_w) for share in normalized(exp(weight - top) for weight in log_w)]
+
+
+class Exp3Spec(Policy):
+    """`exp3spec`: loss (K + 1 − Y)/K, η_t = √(ln N/(t N)) (BanditSpec, Algorithms 5 and 9); Z [N] estimated losses."""
+
+    learns: ClassVar[Learns] = "reward"
+    scale: ClassVar[Scale] = "tokens"
+
+    def __init__(self, arms: Arms, options: PolicyRecipe):
+        super().__init__(arms, options.play)
+        self.Z = [0.0] * arms.count
+        self.t = 1
+        self._eta = options.eta
+
+    def reward(self, arm: int, reward: float) -> None:
+        loss = (self.arms.depth + 1 - reward) / self.arms.depth
+        self.Z = list(map(add, self.Z, importance_weighted(arm, loss, self.drawn_from or self.weights())))
+        self.t += 1
+        self._changed()
+
+    def _weigh(self) -> Numbers:
+        N = self.arms.count
+        return exponential_weights(self.Z, self._eta or sqrt(log(N) / (self.t * N)))
+
+
+class MetaExp3(Policy):
+    """`metasd-exp3`: w_j ← w_j exp(γ r̂_j/N), with uniform exploration γ (MetaSD, Algorithm 7)."""
+
+    learns: ClassVar[Learns] = "reward"
+
+    def __init__(self, arms: Arms, options: PolicyRecipe):
+        super().__init__(arms, options.play)
+        self.log_w = [0.0] * arms.count
+        self._mix = options.mix
+
+    def reward(self, arm: int, reward: float) -> None:
+        gain = self._mix / self.arms.count * reward
+        self.log_w = list(map(add, self.log_w, importance_weighted(arm, gain, self.drawn_from or self.weights())))
+        self._changed()
+
+    def _weigh(self) -> Numbers:
+        return mixed_weights(self.log_w, self._mix)
+
+
+def halvings(N: int, literal: bool) -> int:
+    """Number of times that N arms are halved: ⌈log₂ N⌉ leaves one arm; the printed ⌊log₂ N⌋ leaves two of five."""
+    return floor(log2(N)) if literal else ceil(log2(N))
+
+
+def survivors(arms: list[int], means: Sequence[float], literal: bool) -> list[int]:
+    """The better ⌈n/2⌉ of n arms, the lower id first in a tie; `literal` keeps the worse half (MetaSD, Algorithm 5)."""
+    order = sorted(arms, key=lambda arm: (means[arm] if literal else -means[arm], arm))
+    return sorted(order[: ceil(len(arms) / 2)])
+
+
+class SequentialHalving(Policy):
+    """`metasd-sh`: every survivor is pulled `period` times, in order, before each halving (MetaSD, Algorithm 5).
+
+    It departs from the printed rule, which `literal` follows, in two ways. It keeps the better half, and its means are
+    over all pulls of an arm. The printed means are over the pulls since the last halving, a single one if `period` is
+    1. If several arms are left in the end, as with `literal`, they take turns.
+    """
+
+    learns: ClassVar[Learns] = "reward"
+
+    def __init__(self, arms: Arms, options: PolicyRecipe):
+        super().__init__(arms, play="argmax")
+        self.options = options
+        self.n = [0] * arms.count
+        self.total = [0.0] * arms.count
+        self.alive = list(range(arms.count))
+        self.left = halvings(arms.count, options.literal)
+        self.pulled = 0  # since the last halving
+
+    @property
+    def takes_turns(self) -> bool:
+        return len(self.alive) > 1
+
+    def _pulls(self) -> int:
+        """Number of pulls of each survivor before the next halving."""
+        return self.options.period
+
+    def reward(self, arm: int, reward: float) -> None:
+        self.n[arm] += 1
+        self.total[arm] += reward
+        self.pulled += 1
+        if self.left and self.pulled >= len(self.alive) * self._pulls():
+            means = [total / max(n, 1) for total, n in zip(self.total, self.n, strict=True)]
+            self.alive = survivors(self.alive, means, self.options.literal)
+            self.left -= 1
+            self.pulled = 0
+            if self.options.literal:
+                self.n, self.total = [0] * self.arms.count, [0.0] * self.arms.count
+        self._changed()
+
+    def _weigh(self) -> Numbers:
+        return one_hot(self.alive[self.pulled % len(self.alive)], self.arms.count)
+
+
+class ExploreThenCommit(SequentialHalving):
+    """`metasd-petc`: halving for about B0 = c ln B rounds, at least a pull each; then commit (MetaSD, Algorithm 4)."""
+
+    def _pulls(self) -> int:
+        c = self.options.petc_c or 2 * self.arms.count
+        budget = c * log(self.options.horizon)
+        return max(1, floor(budget / (len(self.alive) * halvings(self.arms.count, self.options.literal))))

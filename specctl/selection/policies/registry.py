@@ -4,10 +4,17 @@ from typing import Any
 
 from specctl.errors import UsageError, did_you_mean
 from specctl.recipe.select import ROUTER, PolicyRecipe
-from specctl.selection.policies.bandits import DiscountedUcb, MetaUcb, SlidingUcb, UcbSpec
+from specctl.selection.policies.bandits import (
+    DiscountedUcb,
+    Exp3Spec,
+    ExploreThenCommit,
+    MetaExp3,
+    MetaUcb,
+    SequentialHalving,
+    SlidingUcb,
+    UcbSpec,
+)
 from specctl.selection.policies.contextual import ContextualUcb
-from specctl.selection.policies.exponential import Exp3Spec, MetaExp3
-from specctl.selection.policies.halving import ExploreThenCommit, SequentialHalving
 from specctl.selection.policies.hedge import AdaNormalHedge, FollowTheLeader, Hedge, NormalHedge
 from specctl.selection.policies.policy import Arms, FixedArm, Learns, Policy, Random
 
