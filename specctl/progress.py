@@ -52,15 +52,11 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def track(description: str, total: int | None = None, unit: str = "it", quiet: bool = False) -> Progress:
-    """Return a progress bar over `total` units (None = unknown), to be used as a context manager."""
-    return Progress(description, total, unit, quiet)
-
-
 class Progress:
-    """One progress bar, or one occasional line: rate, ETA and the fields given to `update`."""
+    """One progress bar over `total` units (None = unknown), or one occasional line: rate, ETA and the fields given to
+    `update`. A context manager."""
 
-    def __init__(self, description: str, total: int | None, unit: str, quiet: bool):
+    def __init__(self, description: str, total: int | None = None, unit: str = "it", quiet: bool = False):
         self.description, self.total, self.unit = description, total, unit
         self.done: float = 0
         self.fields: dict[str, Any] = {}

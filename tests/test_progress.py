@@ -19,7 +19,7 @@ def clock(monkeypatch):
 
 
 def test_without_a_terminal_a_line_is_printed_every_half_minute(clock, capsys):
-    with progress.track("train", total=100, unit="steps") as bar:
+    with progress.Progress("train", total=100, unit="steps") as bar:
         for _ in range(100):
             clock[0] += 1
             bar.update(loss=0.25)
@@ -30,7 +30,7 @@ def test_without_a_terminal_a_line_is_printed_every_half_minute(clock, capsys):
 
 def test_slow_items_show_their_seconds(clock, capsys):
     """It said "0.00288 prompts/s", and 1,500 minutes were a time left."""
-    with progress.track("eval", total=100, unit="prompts") as bar:
+    with progress.Progress("eval", total=100, unit="prompts") as bar:
         clock[0] += 400
         bar.update()
     assert capsys.readouterr().err == "eval 1/100 prompts (1%), 400 s each, 11:00:00 left\n"
@@ -38,7 +38,7 @@ def test_slow_items_show_their_seconds(clock, capsys):
 
 def test_skipped_items_do_not_count_for_the_speed(clock, capsys):
     """A resumed run used to report hundreds of thousands per second and to be nearly done."""
-    with progress.track("online", total=100, unit="prompts") as bar:
+    with progress.Progress("online", total=100, unit="prompts") as bar:
         clock[0] += 30
         bar.skip(40)
         clock[0] += 30
@@ -50,7 +50,7 @@ def test_skipped_items_do_not_count_for_the_speed(clock, capsys):
 
 def test_short_stages_share_the_half_minute(clock, capsys):
     for _ in range(10):
-        with progress.track("eval") as bar:
+        with progress.Progress("eval") as bar:
             clock[0] += 4
             bar.update()
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -61,7 +61,7 @@ def test_quiet_mode_and_other_ranks_print_nothing(clock, capsys, monkeypatch, si
     if silence == "rank":
         monkeypatch.setenv("RANK", "1")
     progress.set_quiet(silence == "quiet")
-    with progress.track("train") as bar:
+    with progress.Progress("train") as bar:
         clock[0] += 60
         bar.update()
     progress.log("hello")
@@ -72,9 +72,9 @@ def test_quiet_mode_and_other_ranks_print_nothing(clock, capsys, monkeypatch, si
 def test_nested_bars_on_a_terminal(monkeypatch, capsys):
     """rich allows one live display, so an evaluation inside a training must not open a second."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with progress.track("train", total=2) as outer:
+    with progress.Progress("train", total=2) as outer:
         outer.update()
-        with progress.track("eval", total=1) as inner:
+        with progress.Progress("eval", total=1) as inner:
             inner.update(mat=4.0)
         progress.log("[not markup]")
         outer.update()
@@ -100,7 +100,7 @@ def test_a_signal_sets_the_flag(number):
 
 def test_large_numbers_are_plain(clock, capsys):
     """It said "3.28e+03 prompts/s" and "2e+06 tokens"."""
-    with progress.track("compare", unit="prompts") as bar:
+    with progress.Progress("compare", unit="prompts") as bar:
         clock[0] += 60
         bar.update(2_000_000, tokens_per_s=1_126_664.0, loss=0.30712)
     shown = capsys.readouterr().err.strip()

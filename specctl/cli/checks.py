@@ -249,8 +249,8 @@ def target_flags(target: TargetRecipe) -> list[str]:
     return ([] if target.name == "builtin" else ["--target", target.name]) + adapter
 
 
-def check_gpu(key: str, device: str) -> None:
-    """Raise RecipeError if `device`, the value of `key`, is a GPU that this machine lacks."""
+def check_learner_device(device: str) -> None:
+    """Raise RecipeError if `device` is a GPU that this machine lacks."""
     import torch
 
     from specctl.errors import RecipeError
@@ -258,7 +258,7 @@ def check_gpu(key: str, device: str) -> None:
 
     count = torch.cuda.device_count()
     if device.startswith("cuda") and (torch.device(device).index or 0) >= count:
-        raise RecipeError(f"{key}: {device} does not exist, this machine has {counted(count, 'GPU')}")
+        raise RecipeError(f"learner_device: {device} does not exist, this machine has {counted(count, 'GPU')}")
 
 
 def pool_members(pool: Path) -> list[str]:

@@ -32,7 +32,8 @@ def distill(recipe: DistillRecipe, dry_run: bool) -> None:
     else:
         check_log(recipe, recipe.log)
     check_excluded(recipe)
-    check_store(recipe)
+    shared = recipe.shard != "0/1"  # the jobs of an array share one directory, and each writes its shards
+    checks.check_output("distill", recipe.output, resume=recipe.resume or shared, overwrite=recipe.overwrite)
     run_or_plan("distill", recipe, dry_run, lambda: steps(recipe), partial(show, recipe=recipe), "output")
 
 
@@ -67,12 +68,6 @@ def check_excluded(recipe: DistillRecipe) -> None:
 
     if recipe.exclude is not None and not (str(recipe.exclude) == "-" or recipe.exclude.is_fifo()):
         next(prompts_in(recipe.exclude), None)
-
-
-def check_store(recipe: DistillRecipe) -> None:
-    """Check that the output can be written. The jobs of an array share one directory, and each writes its shards."""
-    shared = recipe.shard != "0/1"
-    checks.check_output("distill", recipe.output, resume=recipe.resume or shared, overwrite=recipe.overwrite)
 
 
 def server_step(recipe: DistillRecipe) -> str:

@@ -46,7 +46,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     data = {path: distillation for training in first for path, distillation in missing_distillations(training).items()}
     if dry_run:
         return checks.show("online", recipe, steps(recipe, first, data))
-    checks.check_gpu("learner_device", recipe.learner_device[0])
+    checks.check_learner_device(recipe.learner_device[0])
     with library_output():
         warm_up(recipe, first, data)
         document = execute("online", recipe)

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specctl import progress
 from specctl.cli import checks
-from specctl.errors import UsageError
-
-if TYPE_CHECKING:
-    from specctl.recipe import DistillRecipe, TrainRecipe
-from typing import TYPE_CHECKING, Any
-
 from specctl.cli.command import execute
-from specctl.errors import Interrupted
+from specctl.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, LearningRecipe, TrainRecipe

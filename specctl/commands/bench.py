@@ -20,7 +20,7 @@ from specctl.measuring.bench.rounds import RoundRow
 from specctl.measuring.bench.steps import DecodingRow, StepRow
 from specctl.measuring.contenders import Case, prepare
 from specctl.measuring.transformers_baseline import in_fastest_dtype
-from specctl.progress import track
+from specctl.progress import Progress
 from specctl.recipe import BenchRecipe
 from specctl.runs import Run, hardware, version
 
@@ -54,7 +54,7 @@ def bench(recipe: BenchRecipe, run: Run) -> BenchResult:
     steps: list[StepRow] = []
     rounds: list[RoundRow] = []
     decoding: list[DecodingRow] = []
-    with track("bench", unit="measurements") as bar:
+    with Progress("bench", unit="measurements") as bar:
         target, model = load(recipe, device)
         run.annotate(target=target.identity)
         weights_ms = 1000 * target.step_bytes / bandwidth(device)

@@ -142,7 +142,7 @@ def run_conversations(
     open_ones: dict[int, Case] = dict(enumerate(cases))
     seconds, turn = 0.0, 0
     total = sum(1 + len(case.prompt.later_turns) for case in cases)
-    with progress.track(f"{client.servers[0].url} × {concurrency}", total=total, unit="requests") as bar:
+    with progress.Progress(f"{client.servers[0].url} × {concurrency}", total=total, unit="requests") as bar:
         while open_ones:
             places = list(open_ones)
             started = time.perf_counter()

@@ -46,18 +46,13 @@ class HostRunner:
     def _fail_undraftable(self, state: DecodeState, proposer: Proposer, error: Exception) -> None:
         """Fail the sequences for which drafting raises an error even alone. If drafting fails for no sequence alone,
         fail all of the batch."""
-        alone = {b: self._alone(state, proposer, b) for b in state.live} if len(state.live) > 1 else {}
-        errors = {b: reason for b, reason in alone.items() if reason is not None}
+        errors = {}
+        for b in state.live if len(state.live) > 1 else ():
+            drafter, alone = proposer.drafters[b] if isinstance(proposer, PerSequence) else proposer, state.single(b)
+            try:
+                drafter.propose(alone, node_budget(alone, self.share_rows))
+            except Exception as fault:
+                errors[b] = fault
         for b, reason in (errors or dict.fromkeys(state.live, error)).items():
             state.rows[b].fail(reason)
         proposer.invalidate(state)  # its memory of the other sequences may be half written
-
-    def _alone(self, state: DecodeState, proposer: Proposer, b: int) -> Exception | None:
-        """Draft for sequence b alone, from the beginning. Returns the error, if one is raised."""
-        drafter = proposer.drafters[b] if isinstance(proposer, PerSequence) else proposer
-        alone = state.single(b)
-        try:
-            drafter.propose(alone, node_budget(alone, self.share_rows))
-        except Exception as error:
-            return error
-        return None

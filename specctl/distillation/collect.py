@@ -66,7 +66,7 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
             resume=recipe.resume,
             overwrite=recipe.overwrite,
         ) as store,
-        progress.track(f"read {domain}", unit="responses") as bar,
+        progress.Progress(f"read {domain}", unit="responses") as bar,
     ):
         before, started = sum(store.done.values()), time.perf_counter()
         rows: list[dict[str, Any]] = []

@@ -175,7 +175,7 @@ def _generate(
         return 0
     generated, started = 0, time.perf_counter()
     progress.log(estimate(recipe, planned, pending))
-    with progress.track(f"distil {label(recipe.data.domain)}", total=pending, unit="responses") as bar:
+    with progress.Progress(f"distil {label(recipe.data.domain)}", total=pending, unit="responses") as bar:
         for jobs in _bounded_lists(planned.jobs(done)):
             for rows in _records(recipe.batch_size, target, jobs, answered(jobs), ordered):
                 answered_now = len(rows)

@@ -103,7 +103,7 @@ def plan(recipe: DistillRecipe, target: TargetText, prompts: Prompts, rejections
     """Plan this writer's part of the prompts. DataError if too many prompts, or all, cannot be answered."""
     index, count = recipe.writer
     made = ResponsePlan(recipe, target.identity, target.context_length, prompts)
-    with progress.track("render prompts", total=len(prompts), unit="prompts") as bar:
+    with progress.Progress("render prompts", total=len(prompts), unit="prompts") as bar:
         for number, prompt in enumerate(prompts):
             progress.interrupts.check()
             bar.update(1)

@@ -165,7 +165,7 @@ def prepare(recipe: DistillRecipe, rejections: Rejections, left_out: LeftOut) ->
     kept = Prompts(spool, array("Q"))
     for domain in data.domain:
         before, read = len(kept), len(spool)
-        with progress.track(f"compare prompts of {domain}", unit="prompts") as bar:
+        with progress.Progress(f"compare prompts of {domain}", unit="prompts") as bar:
             for place, prompt in _in_order(data, domain, rejections, spool):
                 progress.interrupts.check()
                 bar.update(1)

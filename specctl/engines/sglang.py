@@ -244,7 +244,7 @@ def swap_calls(drafter: ExportedDrafter, version: str | None, now: LoadedDrafter
                 options | {"serialized_named_tensors": [serialized(part)] * now.ranks},
                 changes=True,
             )
-            for part in grouped_by_size(own, MOST_BYTES)
+            for part in grouped_by_size(own)
         ),
     ]
 
@@ -254,11 +254,11 @@ def _shares_lm_head(drafter: ExportedDrafter, now: LoadedDrafter) -> bool:
     return now.method == "EAGLE" or drafter.outline.config.get("draft_vocab_size") is None
 
 
-def grouped_by_size(tensors: dict[str, Tensor], most: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Group tensors, in order, by at most `most` bytes. A larger tensor forms a group alone."""
+def grouped_by_size(tensors: dict[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Group tensors, in order, by at most `MOST_BYTES`. A larger tensor forms a group alone."""
     group: list[tuple[str, Tensor]] = []
     for name, tensor in tensors.items():
-        if group and sum(one.nbytes for _, one in group) + tensor.nbytes > most:
+        if group and sum(one.nbytes for _, one in group) + tensor.nbytes > MOST_BYTES:
             yield group
             group = []
         group.append((name, tensor))

@@ -192,7 +192,7 @@ def measure(
     kept_at = time.monotonic()
     total = sum(len(turn) for _, _, turn in todo)
     try:
-        with progress.track(shown.label, total=total, unit="prompts") as bar:
+        with progress.Progress(shown.label, total=total, unit="prompts") as bar:
             for number, seed, turn in todo:
                 progress.interrupts.check()
                 answered = answer_batch(recipe.sampling, turn, seed, rotated_order(competing, number))

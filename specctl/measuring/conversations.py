@@ -50,7 +50,7 @@ def conversation_turns(recipe: EvalRecipe, target: Target, cases: Sequence[Case]
     if not any(case.prompt.later_turns for case in cases):
         return list(cases)
     turns, engine = [], Engine(target, options=EngineOptions(exact=recipe.sampling.exact))
-    with progress.track(
+    with progress.Progress(
         "conversations", total=sum(len(case.prompt.later_turns) for case in cases), unit="turns"
     ) as bar:
         for case in cases:

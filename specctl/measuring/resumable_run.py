@@ -192,7 +192,7 @@ class ResumableRun:
         """
         label = "online" if len(self.recipe.seeds) == 1 else f"online, seed {seed}"
         try:
-            with progress.track(label, total=stream.total, unit="prompts") as bar:
+            with progress.Progress(label, total=stream.total, unit="prompts") as bar:
                 bar.skip(self.answered)
                 yield bar
         except (Interrupted, KeyboardInterrupt) as stop:

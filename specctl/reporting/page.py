@@ -30,7 +30,8 @@ def render(runs: Sequence[RunRecord], parts: Mapping[str, Contents], images: Map
     shown = {}
     for name, contents in parts.items():
         pictures = [
-            (base64.b64encode(png).decode(), _width(png), picture.caption)
+            # the width on the page, for which the labels were designed
+            (base64.b64encode(png).decode(), int.from_bytes(png[16:20]) * 96 // plots.DPI, picture.caption)
             for png, picture in zip(images[name], contents.pictures, strict=True)
         ]
         shown[name] = [run for run in runs if run.command == name], contents, pictures
@@ -41,11 +42,6 @@ def render(runs: Sequence[RunRecord], parts: Mapping[str, Contents], images: Map
     environment.globals |= functions | {"shown": SHOWN}
     template = environment.from_string(regular_files.read_text(TEMPLATE))
     return template.render(title=f"specctl report: {what}", runs=runs, parts=shown)
-
-
-def _width(png: bytes) -> int:
-    """Width of a picture on the page, for which its labels were designed."""
-    return int.from_bytes(png[16:20]) * 96 // plots.DPI
 
 
 def _numeric(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:

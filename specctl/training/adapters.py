@@ -115,13 +115,11 @@ def author_of(source: Path, features: FeatureRecipe) -> Author:
     model = store.summary(source).meta.get("model")
     model = None if model is None else str(model)
     for name, given in features.adapters.items():
-        if given == (adapter or model) or (adapter and Path(given).is_dir() and _equal(given, adapter)):
+        if given == (adapter or model) or (
+            adapter and Path(given).is_dir() and adapter_digest(given) == adapter_digest(adapter)
+        ):
             return Author(adapter, name)
     return Author(adapter, model)
-
-
-def _equal(one: str, other: str) -> bool:
-    return adapter_digest(one) == adapter_digest(other)
 
 
 def digest_of(author: Author) -> str:

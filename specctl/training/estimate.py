@@ -132,7 +132,8 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
     planned = PlannedTraining(recipe, outline, machine, texts, loads_layers(recipe, outline, machine))
     epoch, useful = planned.epoch()
     by_epoch = machine.processes > 1 or recipe.piece_length is not None
-    batch = mean_tokens(epoch) if by_epoch else planned.batch_tokens
+    tokens = sum(example.response_length for batch in epoch for share in batch for example in share)
+    batch = tokens / len(epoch) if by_epoch else planned.batch_tokens
     steps = Schedule.of(recipe, planned.target, max(1, round(planned.texts.tokens / batch))).steps
     flops = planned.flops(steps, batch)
     seconds = max(flops / useful / machine.flops, steps * STEP_SECONDS if machine.gpu != "cpu" else 0)
@@ -332,10 +333,6 @@ def sample(texts: Texts, longest: int) -> list[Example]:
         length = max(2, round(texts.response_tokens * (1 + SPREAD * place)))
         examples.append(Example(index, "", range(min(prompt + length, longest)), prompt))
     return examples
-
-
-def mean_tokens(epoch: list[Batch]) -> float:
-    return sum(example.response_length for batch in epoch for share in batch for example in share) / len(epoch)
 
 
 def drafter_flops(drafter: nn.Module, passes: float, texts: Texts) -> float:

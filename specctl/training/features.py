@@ -23,7 +23,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.feature.head import SlotBatch
 from specctl.drafters.feature.ttt_attention import Layout, ranges
 from specctl.errors import SpecctlError, UsageError
-from specctl.progress import Progress, interrupts, track
+from specctl.progress import Progress, interrupts
 from specctl.recipe import FeatureRecipe
 from specctl.training.engine import ends_together, over_ranks
 from specctl.training.example import Author, Example
@@ -113,13 +113,13 @@ class FeatureStore:
         together = self.target.part.count > 1  # each process has a slice of the target: all run all texts
         mine = missing if together else missing[rank::world]
         if mode == "memory":
-            with track("target features", total=len(homes[rank]), unit="responses") as bar, self._ends_together():
+            with Progress("target features", total=len(homes[rank]), unit="responses") as bar, self._ends_together():
                 self.kept, self.is_sharded = self._run(list(self._groups(homes[rank])), bar), True
         elif mode in ON_DISK:
             texts = {number: [example for group in shards[number] for example in group] for number in mine}
             total = sum(map(len, texts.values()))
             with ExitStack() as stack:
-                bar = stack.enter_context(track("target features", total=total, unit="responses"))
+                bar = stack.enter_context(Progress("target features", total=total, unit="responses"))
                 with self._ends_together():  # write only while rank 0 holds the lock: until all have written
                     if missing and rank == 0:
                         stack.enter_context(files.writing())

@@ -27,7 +27,7 @@ from specctl.drafters.checkpoint import PROMPTS
 from specctl.drafters.pool import load_drafter
 from specctl.errors import SpecctlError
 from specctl.families import FAMILIES
-from specctl.progress import Progress, interrupts, log, track, warn
+from specctl.progress import Progress, interrupts, log, warn
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.runs import Run, make_dir, remove_leftovers
 from specctl.training import checkpoint, portable_state
@@ -171,7 +171,7 @@ class Trainer:
     def train(self) -> None:
         """Run steps until the schedule ends, with evaluation, checkpoints and interrupts between them."""
         recipe, at = self.recipe, self.state
-        with track("train", total=self.schedule.steps, unit="steps") as bar:
+        with Progress("train", total=self.schedule.steps, unit="steps") as bar:
             bar.skip(at.step)
             while not self.schedule.ended(at.step, at.seconds):
                 self.step(bar)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from specctl.errors import SpecctlError, UsageError
-from specctl.progress import track
+from specctl.progress import Progress
 from tests.benchmarks import against_speculators
 from tests.benchmarks.comparison_ours import DEFAULT, LIKE, shared
 
@@ -81,7 +81,7 @@ def compare(distilled: Path, python: Path, steps: int, arch: str = "eagle3") -> 
         if len({one.threads for one in measured.values()}) > 1:
             raise SpecctlError("the sides run on different numbers of threads")
         deadline = time.monotonic() + BUDGET_S
-        with track("benchmark", total=WARM_UP + steps, unit="steps") as bar:
+        with Progress("benchmark", total=WARM_UP + steps, unit="steps") as bar:
             for turn in [WARM_UP, *turns(steps)]:
                 if time.monotonic() > deadline and len(measured[LIKE].tokens) > 1:
                     break

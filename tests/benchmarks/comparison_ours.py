@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from specctl.decoding.models.loading import pick_dtype
 from specctl.drafters.dflash.head import BlockHead
 from specctl.drafters.feature.ttt_attention import ranges
-from specctl.progress import track
+from specctl.progress import Progress
 from specctl.recipe import DrafterRecipe, FeatureRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run
 from specctl.training.data import batches
@@ -139,7 +139,7 @@ def our_side(place: Path, distilled: Path, arch: str, variant: str) -> Side:
 
     def step() -> int:
         before = trainer.state.tokens
-        with track("step", quiet=True) as bar:
+        with Progress("step", quiet=True) as bar:
             trainer.step(bar)
         return trainer.state.tokens - before
 

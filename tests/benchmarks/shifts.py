@@ -22,11 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specctl.lab.recorded.cut_drafts import with_plain
 from specctl.lab.recorded.hindsight import Hindsight
 from specctl.lab.recorded.replay import oracle, replay
 from specctl.lab.recorded.table_file import read_table
-from specctl.lab.recorded.trace import Table, Trace, of_arms
+from specctl.lab.recorded.trace import Table, Trace, of_arms, with_plain
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.policies import contextual
 from tests.selection.tables import trace_of

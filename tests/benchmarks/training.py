@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from specctl.errors import SpecctlError
 from specctl.families import trainable_families
-from specctl.progress import track
+from specctl.progress import Progress
 from specctl.recipe import Arch, TrainRecipe
 from specctl.runs import Run
 from specctl.training.loop import Trainer, make_trainer
@@ -43,7 +43,7 @@ PARTS = {
 
 def steps(trainer: Trainer, count: int) -> float:
     """Return the seconds of `count` optimizer steps."""
-    with track("benchmark", total=count, unit="steps") as bar:
+    with Progress("benchmark", total=count, unit="steps") as bar:
         started = time.perf_counter()
         for _ in range(count):
             trainer.step(bar)

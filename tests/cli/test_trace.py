@@ -18,7 +18,7 @@ from specctl.kernels import native
 from tests.measuring.streams import write_head
 
 PACKAGE = Path(__file__).resolve().parents[2] / "specctl"
-BUDGET = {"generate": 66, "select": 87, "export": 34}
+BUDGET = {"generate": 66, "select": 84, "export": 34}
 
 
 class FirstRound(BaseException):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from specctl.errors import UsageError
-from specctl.lab.recorded.cut_drafts import shortened, with_plain
-from specctl.lab.recorded.trace import Overheads, Table, of_arms
+from specctl.lab.recorded.trace import Overheads, Table, of_arms, shortened, with_plain
 from specctl.selection.arms import PLAIN
 from tests.selection.conftest import ARMS, DEPTH
 

@@ -10,10 +10,9 @@ from specctl.decoding.records import DraftTree, Label
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
-from specctl.lab.recorded.cut_drafts import with_plain
 from specctl.lab.recorded.hindsight import Hindsight
 from specctl.lab.recorded.replay import replay
-from specctl.lab.recorded.trace import Table
+from specctl.lab.recorded.trace import Table, with_plain
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection.arms import PLAIN, Arm, plain_arm
 from specctl.selection.assembly import Decoding, make_selector

@@ -20,9 +20,9 @@ from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
 from specctl.errors import Interrupted, UsageError
 from specctl.lab.recorded import recorder as recording
-from specctl.lab.recorded.cut_drafts import PLAIN, shortened
 from specctl.lab.recorded.recorder import Drafted, Query
 from specctl.lab.recorded.table_file import read_table
+from specctl.lab.recorded.trace import PLAIN, shortened
 from specctl.progress import interrupts
 from specctl.recipe import DrafterRecipe, SamplingRecipe
 from specctl.selection.arms import Arm

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from specctl.errors import DataError, Interrupted
-from specctl.lab.recorded.cut_drafts import with_plain
 from specctl.lab.recorded.hindsight import Hindsight, arm_rewards, games, round_starts, token_losses
 from specctl.lab.recorded.regret import (
     bootstrap_ratio,
@@ -19,7 +18,7 @@ from specctl.lab.recorded.regret import (
     stopping_regret,
 )
 from specctl.lab.recorded.replay import draft_all, oracle, replay
-from specctl.lab.recorded.trace import Trace
+from specctl.lab.recorded.trace import Trace, with_plain
 from specctl.progress import interrupts
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.game.rules import rules_for

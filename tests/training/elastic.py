@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from specctl.progress import track
+from specctl.progress import Progress
 from specctl.recipe import FeatureRecipe
 from specctl.runs import Run
 from specctl.training import checkpoint, loop, portable_state
@@ -46,7 +46,7 @@ def losses(distilled: Path, place: Path, action: str, stage: int) -> list[float]
     if kind == "resume":
         check_restored(trainer, checkpoint.directory(output) / "step-00000002")
     found = []
-    with track("train") as bar:
+    with Progress("train") as bar:
         while trainer.state.step < 4:
             trainer.step(bar)
             found.append(trainer.state.loss)

@@ -14,7 +14,7 @@ from specctl.decoding.target_text import adapter_digest, load_target_text
 from specctl.distillation.generate import distill
 from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError, UsageError
-from specctl.progress import track
+from specctl.progress import Progress
 from specctl.recipe import (
     DataRecipe,
     DistillRecipe,
@@ -145,7 +145,7 @@ def test_resuming_needs_the_same_adapters_and_is_exact(here, monkeypatch):
     made = made.model_copy(update={"output_dir": stopped / "drafter"})
     trainer = loop.make_trainer(made, Run.create("train-drafter", made, stopped))
     trainer.start()
-    with track("train", total=4, unit="steps") as bar:
+    with Progress("train", total=4, unit="steps") as bar:
         trainer.step(bar)
         trainer.step(bar)
     trainer.save()

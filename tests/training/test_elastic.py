@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specctl.errors import CheckpointError, SpecctlError
-from specctl.progress import track
+from specctl.progress import Progress
 from specctl.recipe import FeatureRecipe, OptimizerRecipe
 from specctl.runs import Run
 from specctl.training import checkpoint, loop, portable_state
@@ -91,7 +91,7 @@ def test_other_partitions_of_the_state_resume_exactly(distilled, target, tmp_pat
         trainer = loop.make_trainer(recipe(distilled, tmp_path, **options), Run(tmp_path / "run"))
         trainer.start()
         assert trainer.state.step == step
-        with track("train") as bar:
+        with Progress("train") as bar:
             while trainer.state.step < 2:
                 trainer.step(bar)
                 if trainer.state.step == 1:
@@ -126,7 +126,7 @@ def advance(trainer, steps):
     trainer.engine.backward = lambda loss: None
     trainer.engine.step = lambda: None
     trainer.max_over_ranks = lambda value: value
-    with track("train") as bar:
+    with Progress("train") as bar:
         for _ in range(steps):
             trainer.step(bar)
     return seen
@@ -205,7 +205,7 @@ def saved(request, distilled, target, tmp_path_factory):
         patched.setattr(loop, "load_target", lambda **_: target)
         trainer = loop.make_trainer(made, Run(place / "run"))
         trainer.start()
-        with track("train") as bar:
+        with Progress("train") as bar:
             trainer.step(bar)
         trainer.save()
         return made, loop.make_trainer(made, Run(place / "run"))

@@ -18,7 +18,7 @@ from specctl.decoding.models.loading import builtin_path
 from specctl.drafters import checkpoint as drafters
 from specctl.drafters.pool import load_drafter, merge_adapter, restore_module
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
-from specctl.progress import interrupts, track
+from specctl.progress import Progress, interrupts
 from specctl.recipe import (
     CheckpointRecipe,
     DrafterRecipe,
@@ -90,7 +90,7 @@ def test_the_slowest_clock_counts_for_all_processes(distilled, tmp_path, monkeyp
 
     monkeypatch.setattr(dist, "all_reduce", with_a_slower_one)
     trainer.world = 2
-    with track("train") as bar:
+    with Progress("train") as bar:
         trainer.step(bar)
     assert trainer.state.seconds > 60 and trainer.schedule.ended(1, trainer.state.seconds)
 
@@ -212,7 +212,7 @@ def test_every_epoch_takes_each_text_once(distilled, tmp_path, monkeypatch):
     real = trainer.forward
     monkeypatch.setattr(trainer, "batches", dealt)
     monkeypatch.setattr(trainer, "forward", lambda batch: taken.append(batch) or real(batch))
-    with track("train") as bar:
+    with Progress("train") as bar:
         for _ in range(7):
             trainer.step(bar)
     assert taken == dealt(0) + dealt(1) + dealt(2)
@@ -321,7 +321,7 @@ def test_every_zero_stage_resumes_exactly(trained, distilled, target, tmp_path, 
         trainer = loop.make_trainer(made, Run(make(tmp_path / "run")))
         trainer.start()
         assert trainer.state.step == step
-        with track("train") as bar:
+        with Progress("train") as bar:
             for _ in range(2 - step):
                 trainer.step(bar)
                 if trainer.state.step == 1:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specctl.errors import CheckpointError
-from specctl.progress import track
+from specctl.progress import Progress
 from specctl.recipe import FeatureRecipe
 from specctl.runs import Run
 from specctl.training import loop, prefetch
@@ -167,7 +167,7 @@ def test_reading_ahead_does_not_change_the_training(distilled, target, tmp_path,
                 return taken
 
             store.reader.take = take
-        with track("train") as bar:
+        with Progress("train") as bar:
             losses[ahead] = [trainer.step(bar) or trainer.state.loss for _ in range(10)]
         places = [place for epoch in range(10) for place in range(len(trainer.batches(epoch)))]
         assert not ahead or late == [place == 0 for place in places[:10]]

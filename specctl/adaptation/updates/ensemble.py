@@ -110,7 +110,7 @@ class Ensemble:
         nothing = not moved and not refused
         return UpdateOutcome(
             status="empty" if nothing else "updated" if moved else "refused",
-            loss=None if nothing else descents[0].loss if losses is None else _weighted_loss(p, losses),
+            loss=None if nothing else descents[0].loss if losses is None else float((p * losses)[p > 0].sum()),
             losses=() if nothing or losses is None else tuple(losses.tolist()),
             weights=tuple(p.tolist()),
             refused=refused,
@@ -186,8 +186,3 @@ class Ensemble:
         dead = self.L.isinf()
         self.L = torch.where(dead, self.L[~dead].max(), self.L)
         self._guess = torch.where(dead, self._guess[~dead].max(), self._guess)
-
-
-def _weighted_loss(p: Tensor, losses: Tensor) -> float:
-    """Σ p_i f_i over the members with weight."""
-    return float((p * losses)[p > 0].sum())

@@ -264,7 +264,8 @@ def measure(target: Target, head: CandidateDrafter | None) -> Costs:
                 if head is None:
                     continue
                 for levels in (1, LEVELS) if length == near else ():
-                    _commit_a_round(target, state)
+                    # commit one round, so that the head has tokens to read
+                    state.commit(verify(target, state, DraftTree.from_chains([[0]] * state.batch, target.device)))
                     taken[f"{levels} levels{name}"] = _grow_seconds(target, head, state, levels)
                 if count == 1 and length == near:
                     head.invalidate(state)
@@ -340,11 +341,6 @@ def _texts(target: Target, head: CandidateDrafter | None, count: int, length: in
     if head is not None:
         head.propose_candidates(engine.state, 1, lambda joint: False)
     return engine.state
-
-
-def _commit_a_round(target: Target, state: DecodeState) -> None:
-    """Commit one round, so that the head has tokens to read."""
-    state.commit(verify(target, state, DraftTree.from_chains([[0]] * state.batch, target.device)))
 
 
 def _grow_seconds(target: Target, head: CandidateDrafter, state: DecodeState, levels: int) -> float:

@@ -184,7 +184,7 @@ def record(
     scorer = feedback.Scorer(target, [arm.drafter for arm in arms], depth)
     with (
         Recording(file.path, header, resume=file.resume, overwrite=file.overwrite) as recording,
-        progress.track("record", total=len(queries) - recording.next, unit="queries") as bar,
+        progress.Progress("record", total=len(queries) - recording.next, unit="queries") as bar,
     ):
         for place in range(recording.next, len(queries)):
             progress.interrupts.check()

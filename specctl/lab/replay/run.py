@@ -10,11 +10,10 @@ import numpy as np
 
 from specctl.errors import UsageError
 from specctl.lab.recorded import hindsight, regret
-from specctl.lab.recorded.cut_drafts import shortened, with_plain
 from specctl.lab.recorded.hindsight import Hindsight, arm_rewards
 from specctl.lab.recorded.replay import Replay, draft_all, oracle, replay, rules_on
 from specctl.lab.recorded.table_file import read_table
-from specctl.lab.recorded.trace import Table, of_arms
+from specctl.lab.recorded.trace import Table, of_arms, shortened, with_plain
 from specctl.lab.replay.recipe import ReplayRecipe
 from specctl.measuring.lossless import Losslessness
 from specctl.measuring.select_result import PoolSize, SelectResult, top_fields

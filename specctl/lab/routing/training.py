@@ -19,7 +19,7 @@ from specctl.lab.recorded.trace import Table, of_arms
 from specctl.lab.routing.perturb import perturb
 from specctl.lab.routing.router import Router
 from specctl.lab.train_router.recipe import Perturbation, RouterRecipe
-from specctl.progress import interrupts, track, warn
+from specctl.progress import Progress, interrupts, warn
 
 CLIP = 1.0
 WEIGHT_DECAY = 0.01  # usual for fine-tuning BERT, like the rate that rises and falls linearly
@@ -182,7 +182,7 @@ def _fit(router: Router, examples: Sequence[RouterExample], recipe: RouterRecipe
     schedule = get_linear_schedule_with_warmup(optimizer, round(recipe.warmup * steps), steps)
     order = torch.Generator().manual_seed(recipe.seed)
     router.model.train()
-    with track("train the router", steps, "steps") as bar:
+    with Progress("train the router", steps, "steps") as bar:
         for _ in range(recipe.passes):
             for batch in torch.randperm(len(rows), generator=order).split(recipe.batch_size):
                 interrupts.check()
