@@ -338,6 +338,14 @@ def tiny(tmp_path_factory):
     return sure_target(tmp_path_factory.mktemp("sure"), path)
 
 
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory, tiny):
+    """A drafter that is right half of the time: a disturbed copy of the tiny target."""
+    from tests.measuring.streams import write_copy
+
+    return write_copy(tmp_path_factory.mktemp("copy") / "lm", tiny, tiny.name, 0.03)
+
+
 @pytest.fixture(scope="session")
 def scripted():
     return Script

@@ -36,12 +36,6 @@ PER_CHUNK = {"mat", "accept_rate", "loss", "weights", "tokens_per_s"}
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory, tiny):
-    """A drafter that is right half of the time."""
-    return write_copy(tmp_path_factory.mktemp("copy") / "lm", tiny, tiny.name, 0.03)
-
-
-@pytest.fixture(scope="module")
 def heads(tmp_path_factory, tiny):
     """`heads(family)`: a new head of the tiny target."""
     folder = tmp_path_factory.mktemp("heads")

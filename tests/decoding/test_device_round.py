@@ -32,7 +32,6 @@ from specctl.decoding.plan import plan_at, plan_rows
 from specctl.decoding.records import PADDING, DraftTree, topology
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.state import PerText
-from specctl.decoding.target import load_target
 from specctl.drafters import pool
 from specctl.drafters.dflash import drafter as dflash
 from specctl.drafters.dflash.drafter import BlockDrafter
@@ -55,13 +54,12 @@ from specctl.drafters.tree import TreeShape
 from specctl.kernels import reference, self_check
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.toys import decoding, mtp
-from tests.toys.decoding import engine_for
+from tests.toys.decoding import WORDS, engine_for, target_of_few_words
 
 HOT = Sampling(1.0, 0, 1.0)
 FILTERED = Sampling(0.8, 40, 0.9)
 PROMPTS = [[5, 9, 300, 12, 7, 7, 41], [88, 4], [17, 230, 17, 230, 17], [1], [600, 20]]
 NEW = [16, 9, 12, 5, 22]
-WORDS = [3, 40, 41, 42, 43, 44, 45]  # the first ends a text
 EOS_BIAS = -2.0  # in some texts soon, in one after a while, in others never
 MIXED = [HOT, FILTERED, HOT, GREEDY, HOT]
 SHAPES = {
@@ -76,12 +74,7 @@ SHAPES = {
 @pytest.fixture(scope="module")
 def tiny(tiny_directory):
     """A target that writes only seven words, one of them the end of a text, so that random drafts are often right."""
-    target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
-    bias = torch.full((target.vocab_size,), -1e4)
-    bias[WORDS] = 0.0
-    bias[WORDS[0]] = EOS_BIAS
-    target.model.head.bias = bias
-    return target
+    return target_of_few_words(tiny_directory("qwen3"), end_bias=EOS_BIAS)
 
 
 def decode(target, prompts=PROMPTS, **more):

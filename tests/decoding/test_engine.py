@@ -18,8 +18,8 @@ from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, UsageError
 from tests.conftest import ARCHITECTURES, write_tiny
-from tests.decoding.test_device_round import SHAPES, WORDS, eagle3, small_lm
-from tests.toys.decoding import decode, engine_for
+from tests.decoding.test_device_round import SHAPES, eagle3, small_lm
+from tests.toys.decoding import WORDS, decode, engine_for, target_of_few_words
 
 HOT, COLD = Sampling(1.0, 0, 1.0), Sampling(0.7, 12, 0.9)
 PENALISED = Sampling(1.0, 0, 1.0, repetition_penalty=1.3)
@@ -28,11 +28,7 @@ PENALISED = Sampling(1.0, 0, 1.0, repetition_penalty=1.3)
 @pytest.fixture(scope="module")
 def tiny(tiny_directory):
     """A target with few possible tokens, the end among them, so that random drafts are often right."""
-    target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
-    target.model.head.bias = torch.full((target.vocab_size,), -1e4)
-    target.model.head.bias[WORDS] = 0.0
-    target.model.head.bias[WORDS[0]] = -2.0
-    return target
+    return target_of_few_words(tiny_directory("qwen3"), end_bias=-2.0)
 
 
 MADE = {

@@ -20,12 +20,11 @@ from specctl.decoding.pages import SCRATCH_PAGE, PagePool, PoolLayout, budget, p
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
-from specctl.decoding.target import load_target
 from specctl.decoding.verify import SHARED_ROWS
 from specctl.errors import DataError, UsageError
 from specctl.kernels import PAGE
-from tests.decoding.test_device_round import SHAPES, WORDS, NoHost, depth_heads, eagle3, loaded
-from tests.toys.decoding import engine_for
+from tests.decoding.test_device_round import SHAPES, NoHost, depth_heads, eagle3, loaded
+from tests.toys.decoding import WORDS, engine_for, target_of_few_words
 
 CPU = torch.device("cpu")
 FORM = PoolLayout(layers=2, heads=2, dim=4, dtype=torch.float32, device=CPU)
@@ -35,11 +34,7 @@ FORM = PoolLayout(layers=2, heads=2, dim=4, dtype=torch.float32, device=CPU)
 def tiny(tiny_directory):
     """A target with few possible tokens and a rare end token, so that texts grow over pages and random drafts are often
     right."""
-    target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
-    target.model.head.bias = torch.full((target.vocab_size,), -1e4)
-    target.model.head.bias[WORDS] = 0.0
-    target.model.head.bias[WORDS[0]] = -9.0
-    return target
+    return target_of_few_words(tiny_directory("qwen3"), end_bias=-9.0)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from specctl.gateway.metrics import Meter
 from specctl.gateway.own_engine import OwnEngine
 from specctl.recipe import LimitsRecipe, ServeRecipe
 from tests.gateway.conftest import PATIENCE_S, Gateway, chat, heard, wait_for
-from tests.measuring.streams import QUESTIONS, sure_target, write_copy, write_head
+from tests.measuring.streams import QUESTIONS, sure_target, write_head
 
 CHAT = "/v1/chat/completions"
 GREEDY = {"temperature": 0.0, "max_tokens": 24}
@@ -65,12 +65,6 @@ class RestlessLearner(HeadLearner):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory, tiny_directory):
     return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
-
-
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory, tiny):
-    """A drafter that is right half of the time."""
-    return write_copy(tmp_path_factory.mktemp("copy") / "lm", tiny, tiny.name, 0.03)
 
 
 @pytest.fixture

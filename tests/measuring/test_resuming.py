@@ -46,11 +46,6 @@ ALGO = ["ogd", "opt-ensemble"]
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory, tiny):
-    return write_copy(tmp_path_factory.mktemp("copy") / "lm", tiny, tiny.name, 0.03)
-
-
-@pytest.fixture(scope="module")
 def make(tmp_path_factory, tiny, copy):
     """Return `made(**fields)`: a recipe with five prompts, a short last chunk and replay."""
     prompts = write_prompts(tmp_path_factory.mktemp("prompts"))
