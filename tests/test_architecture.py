@@ -24,7 +24,7 @@ LEAVES = [
         "progress",
         "recipe",
     ),
-    *("regular_files", "runs", "subcommands", "threads"),
+    *("regular_files", "replaced_directories", "runs", "subcommands", "threads"),
 ]
 LOWER = {*LEAVES, "kernels", "decoding"}
 DRAFTING = LOWER | {"drafters", "formats"}
@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": {"errors", "processes"},
     "lock": {"errors", "progress", "regular_files"},
     "regular_files": set(),
+    "replaced_directories": {"errors"},
     "runs": {"errors", "lock", "progress", "regular_files", "subcommands", "threads"},
     "threads": {"progress"},
     "recipe": {

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specctl import lock, progress, regular_files
+from specctl import lock, progress, regular_files, replaced_directories
 from specctl.cli.output import cell, output
 from specctl.errors import CheckpointError, SpecctlError, UsageError, near_path, redacted
 from specctl.families import TEXT_DRAFTERS, WEIGHTLESS_DRAFTERS
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from specctl.recipe import CommandRecipe, DataRecipe, DraftingRecipe, TargetRecipe
 
 LABEL = r"\w[\w.-]*"  # domains name directories
+PRODUCTS = {"train-drafter": "drafter", "import": "drafter", "export": "converted drafter"}
+"""Command → kind of the directory that it replaces as a whole."""
 
 
 def check_data(data: DataRecipe) -> None:
@@ -276,8 +278,8 @@ def check_run_dir(command: str, recipe: Any) -> None:
 
 
 def check_output(command: str, path: Path, *, resume: bool | None = None, overwrite: bool = False) -> None:
-    """Check that `command` can write to the directory `path`, which must be free, resumed or overwritten. `resume` is
-    None for a command that cannot resume.
+    """Check that `command` can write to the directory `path`, which must be free, resumed or overwritten, and must not
+    be inside a drafter. `resume` is None for a command that cannot resume.
 
     Under torchrun only rank 0 checks, because the others may find files that rank 0 has just made. Raises UsageError,
     SpecctlError.
@@ -288,10 +290,14 @@ def check_output(command: str, path: Path, *, resume: bool | None = None, overwr
         return
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file, not a directory", hint="choose another --output-dir")
+    check_same_command(path, command)
+    product = PRODUCTS.get(command)
+    if product is not None:
+        replaced_directories.check_free(path, overwrite=True, what=product)
+    replaced_directories.check_outside(path, "" if product else "meta.json" if command == "distill" else "run.json")
     if not (resume or overwrite) and path.is_dir() and any(there.name != lock.NAME for there in path.iterdir()):
         continues = "" if resume is None else ", --resume continues it"
         raise UsageError(f"{path} exists", hint=f"--overwrite replaces it{continues}; or choose another --output-dir")
-    check_same_command(path, command)
     check_writable(path)
 
 

@@ -20,12 +20,13 @@ from specctl.formats import corpus, gguf_writer, head_directory, registry, repla
 from specctl.formats.head import Deployment, Files, Head, TargetFacts
 from specctl.measuring.served_costs import Tuning, tune
 from specctl.recipe import ExportRecipe, TargetRecipe
+from specctl.replaced_directories import MARKS, check_free
 from specctl.runs import Run, atomic_write, to_json
 
 WITH_ADAPTER = "the drafter was made for the target with {}: serve the target with the same adapters"
 LORA_MODULES = " (--enable-lora --lora-modules NAME=DIR)"
 NEVER_FASTER = "plain decoding is faster at every measured load: serve the target without the drafter of this command"
-RECORD = "export.json"
+(RECORD,) = MARKS["converted drafter"]
 """File in the output directory that says where the export comes from. A directory with this file may be overwritten."""
 TOKEN_HINT = "run `hf auth login`, or set HF_TOKEN to a token that may write"
 
@@ -87,7 +88,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     published = replace(facts, name=target) if recipe.push is not None else facts
     files = form.write(head, published, tokens, recipe.to)
     place = recipe.output.absolute()
-    checkpoint.check_free(place, recipe.overwrite, "converted drafter", [RECORD])
+    check_free(place, recipe.overwrite, "converted drafter")
     serving = form.serving(head, recipe.to, Deployment(place, facts, tokens, schedule))
     with checkpoint.staged(place) as draft:
         _write(files, draft, facts, recipe.target.trust_remote_code)
@@ -226,7 +227,7 @@ def export_datastore(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts
             commands, notes = [], texts.notes
         else:
             place = recipe.output.absolute()
-            checkpoint.check_free(place, recipe.overwrite, "converted drafter", [RECORD])
+            check_free(place, recipe.overwrite, "converted drafter")
             serving = corpus.serving("sglang", place, facts, tokens, texts)
             commands, notes = serving.commands, serving.notes
             with checkpoint.staged(place) as draft:

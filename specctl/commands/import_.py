@@ -14,6 +14,7 @@ from specctl.drafters.family import load_family
 from specctl.formats import head_directory, registry
 from specctl.formats.head import Head, TargetFacts
 from specctl.recipe import DraftingRecipe, ImportRecipe
+from specctl.replaced_directories import check_free
 from specctl.runs import Run
 from specctl.training.outcome import decode_greedily
 
@@ -50,7 +51,7 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
         DataError: the prompts of the probe cannot be read.
     """
     source = recipe.source
-    checkpoint.check_free(recipe.output.absolute(), recipe.overwrite)
+    check_free(recipe.output.absolute(), recipe.overwrite)
     found = head_directory.read(source)
     name = registry.detect(found) if recipe.format == "auto" else recipe.format
     if target is None:

@@ -24,13 +24,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specctl import progress, regular_files
+from specctl import progress, regular_files, replaced_directories
 from specctl.decoding.target_text import TargetText
 from specctl.drafters.card import adapters_of, model_card
-from specctl.errors import CheckpointError, SpecctlError, UsageError, brief, near_path
+from specctl.errors import CheckpointError, SpecctlError, brief, near_path
 from specctl.runs import atomic_write, make_dir, sha256, to_json
 
-CONFIG, WEIGHTS, INFO, CARD, MANIFEST = "config.json", "model.safetensors", "drafter.json", "README.md", "manifest.json"
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+MANIFEST, INFO = replaced_directories.MARKS["drafter"]
 PROMPTS = "prompts"  # key of drafter.json: statistics of the training prompts (training/outcome.py)
 REQUIRED = (CONFIG, WEIGHTS, INFO)
 TRAINING = ".checkpoints"  # suffix of the directory next to a drafter that holds its training checkpoints
@@ -89,11 +90,11 @@ def save(
         overwrite: replace an existing drafter. A directory that is not a drafter is never replaced.
 
     Raises:
-        UsageError: the place is taken.
+        UsageError: the place is taken, or another output is inside it.
         SpecctlError: the file system refused (full disk, read-only); an old drafter is untouched.
     """
     place = Path(directory).absolute()
-    check_free(place, overwrite)
+    replaced_directories.check_free(place, overwrite)
     with staged(place) as draft:
         own = untied_cpu_copies(tensors)
         write_tensors(draft / WEIGHTS, own)
@@ -303,21 +304,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     path.chmod(mode)
-
-
-def check_free(place: Path, overwrite: bool, what: str = "drafter", marks: Sequence[str] = (MANIFEST, INFO)) -> None:
-    """Raise UsageError if a directory cannot be written at `place`.
-
-    Only one with one of the files `marks` may be overwritten.
-    """
-    if not os.path.lexists(place) or (place.is_dir() and not place.is_symlink() and not any(place.iterdir())):
-        return
-    if place.is_symlink():
-        raise UsageError(f"{place} is a link, which would be replaced", hint="give --output-dir the directory itself")
-    if not any((place / name).is_file() for name in marks):
-        raise UsageError(f"{place} exists and is not a {what} directory", hint="choose another --output-dir")
-    if not overwrite:
-        raise UsageError(f"{place} already contains a {what}", hint="--overwrite replaces it")
 
 
 def _backup(place: Path) -> Path:

@@ -229,10 +229,12 @@ def test_commands_that_need_an_argument_say_so(specctl, command):
         (["eval", "--output-dir", "online", "--resume"], 2, "online holds a run of specctl online"),
         (["distill", "--output-dir", "/proc/x"], 1, "cannot write to /proc: no files can be made there"),
         (["train-router", "--router", "/proc/x"], 1, "cannot write to /proc: no files can be made there"),
-        (["train-drafter", "--output-dir", "full"], 2, "--overwrite"),
+        (["train-drafter", "--output-dir", "full"], 2, "full exists and is not a drafter directory"),
         (["eval", "--output-dir", "full"], 2, "--overwrite"),
-        (["train-drafter", "--output-dir", "full", "--overwrite"], 0, ""),
-        (["train-drafter", "--output-dir", "full", "--resume"], 0, ""),
+        (["train-drafter", "--output-dir", "full", "--overwrite"], 2, "full exists and is not a drafter directory"),
+        (["train-drafter", "--output-dir", "full", "--resume"], 2, "full exists and is not a drafter directory"),
+        (["distill", "--output-dir", "full", "--overwrite"], 0, ""),
+        (["distill", "--output-dir", "full", "--resume"], 0, ""),
         (["distill", "--output-dir", "full", "--shard", "1/4"], 0, ""),
     ],
 )
@@ -446,3 +448,70 @@ def test_a_plan_refuses_what_a_run_refuses_before_loading(specctl, workplace, ar
 
 def test_a_pool_drafter_that_is_not_an_arm_can_be_a_rival(specctl, workplace):
     specctl.ok(*shlex.split("select --drafter lookup --drafter suffix arms.names=[lookup] --rival suffix --dry-run"))
+
+
+INSIDE = {
+    "train-drafter": ["train-drafter"],
+    "distill": ["distill"],
+    "import": ["import", "heads/sql-eagle3"],
+    "eval": ["eval"],
+    "shard": ["distill", "--shard", "1/4"],
+    "overwrite": ["train-drafter", "--overwrite"],
+}
+
+
+@pytest.mark.parametrize("case", INSIDE)
+@pytest.mark.parametrize("planned", [["--dry-run"], []])
+def test_an_output_inside_a_drafter_is_refused(specctl, workplace, library, case, planned):
+    """`--output-dir drafters/a/b` was accepted. Overwriting drafters/a later deleted b."""
+    library(INSIDE[case][0], lambda recipe, run: pytest.fail("began"))
+    outer = workplace / "drafters/sql-eagle3"
+    done = specctl(*INSIDE[case], "--output-dir", "drafters/sql-eagle3/new/run", *planned)
+    said = f"error: drafters/sql-eagle3/new/run is inside {outer}, which is a drafter, and --overwrite of that drafter"
+    assert done.code == 2 and done.err.startswith(said)
+    assert done.err.endswith(f"(hint: choose a place outside {outer})\n") and done.err.count("\n") == 1
+    assert not (outer / "new").exists()
+
+
+def test_other_outputs_inside_a_drafter_are_refused(specctl, workplace):
+    """Exports, routers, tables and runs: all of them would be deleted with the drafter. Runs would be among its files,
+    too."""
+    outer = workplace / "drafters/sql-eagle3"
+    written = workplace / "exported/h"
+    written.mkdir(parents=True)
+    (written / "export.json").write_text("{}")
+    for argv, place in [
+        (["export", "drafters/sql-eagle3", "--output-dir", "drafters/sql-eagle3/x"], outer),
+        (["record", "drafters/sql-eagle3/t.parquet"], outer),
+        (["train-router", "--router", "drafters/sql-eagle3/router"], outer),
+        (["eval", "--overwrite", "--output-dir", "drafters/sql-eagle3"], outer),
+        (["eval", "--output-dir", "exported/h/run"], written),
+    ]:
+        done = specctl(*argv, "--dry-run")
+        assert (done.code, done.err.count(str(place)) > 0) == (2, True), done.err
+        assert "would delete an output there" in done.err
+    specctl.ok("eval", "--output-dir", "drafters/run", "--dry-run")  # beside drafters
+
+
+def test_an_output_that_is_already_inside_a_drafter_goes_on(specctl, workplace):
+    """Earlier versions accepted it, and its run can be resumed."""
+    run = workplace / "drafters/sql-eagle3/run"
+    run.mkdir()
+    (run / "run.json").write_text('{"command": "eval"}')
+    specctl.ok("eval", "--resume", "--output-dir", "drafters/sql-eagle3/run", "--dry-run")
+
+
+@pytest.mark.parametrize("mark", ["drafter.json", "run.json", "meta.json", "export.json", "router.json"])
+@pytest.mark.parametrize("planned", [["--dry-run"], []])
+@pytest.mark.parametrize("how", ["--overwrite", "--resume"])
+def test_a_drafter_with_another_output_inside_is_not_replaced(specctl, workplace, library, mark, planned, how):
+    """`--overwrite` deleted a drafter, run or data directory inside the replaced one."""
+    library("train-drafter", lambda recipe, run: pytest.fail("began"))
+    inner = workplace / "drafters/sql-eagle3/old/inner"
+    inner.mkdir(parents=True)
+    (inner / mark).write_text("{}")
+    done = specctl("train-drafter", how, "--output-dir", "drafters/sql-eagle3", *planned)
+    assert done.code == 2 and "drafters/sql-eagle3 contains the " in done.err
+    assert "drafters/sql-eagle3/old/inner, which --overwrite would delete" in done.err
+    assert "move drafters/sql-eagle3/old/inner elsewhere first" in done.err and done.err.count("\n") == 1
+    assert (inner / mark).exists()

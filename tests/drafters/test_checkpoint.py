@@ -362,3 +362,11 @@ def test_a_config_without_target_is_refused(tmp_path):
     checkpoint.save(tmp_path / "d", config={"family": "lm"}, tensors={}, info={})
     with pytest.raises(CheckpointError, match="lacks"):
         checkpoint.load(tmp_path / "d")
+
+
+def test_saving_never_deletes_another_drafter(drafter):
+    """The library replaces a drafter without the checks of the command line."""
+    inner = write(drafter / "inner")
+    with pytest.raises(UsageError, match=f"contains the drafter {inner}"):
+        write(drafter, 2.0, overwrite=True)
+    checkpoint.load(inner)

@@ -8,6 +8,7 @@ from specctl.cli import checks
 from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.select import show, stream_steps, with_pool
+from specctl.replaced_directories import check_outside
 
 if TYPE_CHECKING:
     from specctl.lab.record.recipe import RecordRecipe
@@ -28,6 +29,7 @@ def record(recipe: RecordRecipe, dry_run: bool) -> None:
     recipe, pool = with_pool(recipe)
     # Checked before the run directory: --overwrite would replace both.
     recording.check_free(recipe.table, resume=recipe.resume, overwrite=recipe.overwrite)
+    check_outside(recipe.table)
     checks.check_writable(recipe.table.parent)
     checks.check_run_dir("record", recipe)
     run_or_plan("record", recipe, dry_run, lambda: steps(recipe, pool), show, "run_dir")

@@ -29,9 +29,10 @@ from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError
 from specctl.lab.train_router.recipe import HEAD_SIZE, RouterRecipe
+from specctl.replaced_directories import MARKS, check_free
 from specctl.runs import atomic_write, to_json
 
-RECORD = "router.json"
+(RECORD,) = MARKS["router"]
 REQUIRED = (checkpoint.CONFIG, checkpoint.WEIGHTS)
 BATCH = 64  # prompts classified at once
 
@@ -99,7 +100,7 @@ class Router:
             SpecctlError: the file system refused; existing files are untouched.
         """
         place = Path(directory).expanduser().absolute()
-        checkpoint.check_free(place, overwrite, "router", [RECORD])
+        check_free(place, overwrite, "router")
         with checkpoint.staged(place) as draft:
             self.model.save_pretrained(draft)  # type: ignore[operator]
             self.tokenizer.save_pretrained(draft)

@@ -11,12 +11,13 @@ from specctl.distillation.rejections import Rejections
 from specctl.drafters import checkpoint, pool
 from specctl.errors import UsageError
 from specctl.lab.recorded.table_file import read_table
-from specctl.lab.routing.router import RECORD, Router
+from specctl.lab.routing.router import Router
 from specctl.lab.routing.training import RouterExample, RouterReport, label_by_domain, label_by_hindsight, train_router
 from specctl.lab.train_router.recipe import TrainRouterRecipe
 from specctl.measuring.select_contenders import SelectContenders, prompt_text
 from specctl.measuring.select_result import SelectResult
 from specctl.recipe import DataRecipe
+from specctl.replaced_directories import check_free
 from specctl.runs import Run
 from specctl.selection.game.rules import log_overridden_options
 
@@ -53,7 +54,7 @@ def router_of(
         DataError: the prompts cannot be used.
     """
     if recipe.train_router:
-        checkpoint.check_free(_place(recipe, run), recipe.overwrite, "router", [RECORD])
+        check_free(_place(recipe, run), recipe.overwrite, "router")
         return train_router(recipe.router, examples(recipe, paths, rejections), list(paths), target)
     assert recipe.router_dir is not None
     return Router.load(recipe.router_dir, list(paths), target), None
@@ -95,7 +96,7 @@ def check(recipe: TrainRouterRecipe) -> None:
         return
     place = recipe.router_dir.absolute()
     if recipe.train_router:
-        checkpoint.check_free(place, recipe.overwrite, "router", [RECORD])
+        check_free(place, recipe.overwrite, "router")
     else:
         checkpoint.existing_directory(place, "router", "train-router")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from specctl.cli import checks, select
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
+from specctl.replaced_directories import check_outside
 
 if TYPE_CHECKING:
     from specctl.lab.train_router.recipe import TrainRouterRecipe
@@ -30,6 +31,7 @@ def train_router(recipe: TrainRouterRecipe, dry_run: bool) -> None:
     if recipe.train_router:
         checks.check_data(run.training_data(recipe))
         if recipe.router_dir is not None:
+            check_outside(recipe.router_dir)
             checks.check_writable(recipe.router_dir)
     checks.check_run_dir("train-router", recipe)
     run_or_plan("train-router", recipe, dry_run, lambda: steps(recipe, pool), select.show, "run_dir")
