@@ -262,7 +262,7 @@ def to_json(document: Any, indent: int | None = None, ascii: bool = False) -> st
 
 
 def atomic_write(path: str | Path, content: bytes | str, permissions: int = 0o666) -> None:
-    """Write a file whole or not at all: temporary file in the same directory, fsync, rename. OSErrors name `path`.
+    """Write a file whole or not at all: temporary file in the same directory, then `publish`. OSErrors name `path`.
 
     A symbolic link at `path` is replaced. `permissions`: mode bits of the file, before the umask.
     """
@@ -274,14 +274,49 @@ def atomic_write(path: str | Path, content: bytes | str, permissions: int = 0o66
     try:
         with regular_files.create_file(temporary, permissions=permissions) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        publish(temporary, path)
     except OSError as error:
         error.filename, error.filename2 = str(path), None
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def publish(draft: Path, place: Path) -> None:
+    """Move a complete file or directory from `draft` to `place`, in the same folder, and replace what is there.
+
+    All of it is on disk before it gets its name: otherwise a power loss could leave empty files under that name. No
+    system call replaces a directory that has files, so the old one is renamed to its `backup` before.
+    """
+    directory, old = draft.is_dir(), backup(place)
+    for path in [*draft.rglob("*"), draft] if directory else [draft]:
+        sync(path)
+    if directory and place.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        place.rename(old)
+    try:
+        draft.rename(place)
+    except BaseException:  # Ctrl-C, too
+        if directory and old.exists() and not place.exists():
+            old.rename(place)
+        raise
+    sync(place.parent)
+    if directory:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def backup(place: Path) -> Path:
+    """Return the path at which the old directory is found after a crash between the two renames of `publish`."""
+    return place.with_name(f".{place.name}.old")
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a directory's entries, to disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_leftovers(directory: Path, name: str = "") -> None:

@@ -2,20 +2,23 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from specctl import lock, runs
+from specctl.drafters import checkpoint
 from specctl.errors import UsageError
 from specctl.recipe import DistillRecipe, EvalRecipe, GenerateRecipe, LearnFromServerRecipe, OnlineRecipe, TrainRecipe
+from specctl.training import checkpoint as training_checkpoint
 from tests.conftest import holding
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "f"
     runs.atomic_write(path, "old")
-    monkeypatch.setattr(runs.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+    monkeypatch.setattr(runs.os, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
     with pytest.raises(OSError, match="disk full"):
         runs.atomic_write(path, "new")
     assert path.read_text() == "old"
@@ -239,3 +242,74 @@ def test_a_run_of_the_earlier_command_can_be_resumed(tmp_path):
         runs.check_same_command(tmp_path, "replay")
     (tmp_path / "run.json").write_text('{"command": "route"}')
     runs.check_same_command(tmp_path, "serve")
+
+
+ADAPTER = {"family": "eagle3", "architecture": {}, "target": {"name": "builtin"}, "lora": {"rank": 1, "alpha": 1.0}}
+TENSORS = {"q_proj.lora_down": torch.ones(2)}
+
+
+def facts(path):
+    """Identity and state of a file or directory: a later write changes them."""
+    about = os.stat(path)
+    return about.st_ino, about.st_size, about.st_mtime_ns
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """Record every rename: new path → the paths that were not flushed before it, and None once its folder is flushed
+    after it if there were none."""
+    flushed, renames, folders = set(), {}, {}
+    rename = Path.rename
+
+    def recorded(self, new):
+        of = [self, *self.rglob("*")] if self.is_dir() else [self]
+        renames[Path(new)] = [path for path in of if facts(path) not in flushed]
+        folders[Path(new)] = os.stat(Path(new).parent).st_ino
+        return rename(self, new)
+
+    def fsync(descriptor):
+        flushed.add(facts(descriptor))
+        for place in [place for place, unflushed in renames.items() if not unflushed]:
+            if os.fstat(descriptor).st_ino == folders[place]:
+                renames[place] = None
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", recorded)
+    return renames
+
+
+def write_file(place):
+    runs.atomic_write(place, "content")
+
+
+def write_adapter(place):
+    checkpoint.save(place, config=ADAPTER, tensors=TENSORS, info={}, overwrite=True)
+
+
+def write_foreign(place):
+    """As other libraries do, such as `save_pretrained`."""
+    with checkpoint.staged(place) as draft:
+        (draft / "templates").mkdir()
+        for name in ("a.bin", "templates/b.jinja"):
+            (draft / name).write_bytes(b"content")
+
+
+def write_checkpoint(place):
+    training_checkpoint.save_tensors(place.parent, 7, {"step": 7}, TENSORS, keep=2)
+
+
+@pytest.mark.parametrize("write", [write_file, write_adapter, write_foreign, write_checkpoint])
+def test_all_files_are_on_disk_before_they_get_their_name(tmp_path, disk, write):
+    """The weights of training checkpoints and adapters, and exported files, were renamed unflushed. A power loss could
+    leave empty files under the new name."""
+    place = tmp_path / "step-00000007"
+    for _ in range(2):  # the second one replaces the first
+        write(place)
+        assert disk.pop(place) is None
+    assert os.listdir(tmp_path) == [place.name]
+
+
+def test_an_unflushed_file_would_be_noticed(tmp_path, disk):
+    (tmp_path / "draft").write_text("content")
+    (tmp_path / "draft").rename(tmp_path / "place")
+    assert disk == {tmp_path / "place": [tmp_path / "draft"]}

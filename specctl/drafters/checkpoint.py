@@ -28,7 +28,7 @@ from specctl import progress, regular_files, replaced_directories
 from specctl.decoding.target_text import TargetText
 from specctl.drafters.card import adapters_of, model_card
 from specctl.errors import CheckpointError, SpecctlError, brief, near_path
-from specctl.runs import atomic_write, make_dir, sha256, to_json
+from specctl.runs import atomic_write, backup, make_dir, publish, sha256, to_json
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 MANIFEST, INFO = replaced_directories.MARKS["drafter"]
@@ -98,7 +98,6 @@ def save(
     with staged(place) as draft:
         own = untied_cpu_copies(tensors)
         write_tensors(draft / WEIGHTS, own)
-        sync(draft / WEIGHTS)
         if "lora" in config:
             named = {f"base_model.model.{name}": tensor for name, tensor in own.items()}  # peft's names
             write_tensors(draft / "adapter_model.safetensors", named, {"format": "pt"})
@@ -133,8 +132,7 @@ def staged(place: Path) -> Iterator[Path]:
     try:
         draft.mkdir()
         yield draft
-        sync(draft)
-        _move_into_place(draft, place)
+        publish(draft, place)
     except Exception as error:
         if isinstance(error, SpecctlError) or not (isinstance(error, OSError | SafetensorError) or _refused(error)):
             raise
@@ -306,29 +304,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     path.chmod(mode)
 
 
-def _backup(place: Path) -> Path:
-    return place.with_name(f".{place.name}.old")
-
-
-def _move_into_place(draft: Path, place: Path) -> None:
-    """Replace `place` by two renames, as no system call replaces a non-empty directory.
-
-    `existing_directory` finds the old directory if a crash happens between the two.
-    """
-    backup = _backup(place)
-    if place.exists():
-        shutil.rmtree(backup, ignore_errors=True)
-        place.rename(backup)
-    try:
-        draft.rename(place)
-    except BaseException:  # Ctrl-C, too
-        if backup.exists() and not place.exists():
-            backup.rename(place)
-        raise
-    sync(place.parent)
-    shutil.rmtree(backup, ignore_errors=True)
-
-
 def existing_directory(directory: Path, what: str = "drafter", command: str = "train-drafter") -> Path:
     """Return the directory, or its backup if a crash hit between the two renames of its replacement. A path may begin
     with `~`."""
@@ -336,8 +311,8 @@ def existing_directory(directory: Path, what: str = "drafter", command: str = "t
     place = directory.absolute()
     if os.path.isdir(place):  # False, without an error, if the name is too long
         return directory
-    if not os.path.lexists(place) and os.path.isdir(_backup(place)):
-        return _backup(place)
+    if not os.path.lexists(place) and os.path.isdir(backup(place)):
+        return backup(place)
     hint = f"{near_path(directory)}give a directory written by specctl {command}"
     raise CheckpointError(regular_files.no_directory(f"{what} directory", directory), hint)
 
@@ -379,15 +354,6 @@ def digests(root: Path) -> dict[str, dict[str, Any]]:
     """Size and sha256 of every file in a directory except its manifest."""
     files = sorted(path for path in root.iterdir() if path.name != MANIFEST)
     return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files}
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or a directory's entries, to disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def find_generalist(places: list[Path], family: str, target: str, output: Path) -> Path | None:

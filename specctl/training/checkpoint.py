@@ -27,7 +27,7 @@ from specctl.drafters.checkpoint import TRAINING, read_json, untied_cpu_copies, 
 from specctl.errors import CheckpointError, RecipeError, UsageError, one_line
 from specctl.progress import warn
 from specctl.recipe import TrainRecipe, yaml_file
-from specctl.runs import PRIVATE_DIRECTORY, RESOLVED, atomic_write, make_dir, sha256, to_json
+from specctl.runs import PRIVATE_DIRECTORY, RESOLVED, atomic_write, make_dir, publish, sha256, to_json
 from specctl.training import portable_state
 from specctl.training.outcome import deciding
 
@@ -112,15 +112,14 @@ def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str
     intact."""
     draft, place = root / f".step-{step:08d}.tmp", root / f"step-{step:08d}"
     make_dir(root, PRIVATE_DIRECTORY)  # it holds token ids of users' texts
-    for left in root.glob(".step-*.tmp"):  # left by a killed run
+    for left in root.glob(".step-*"):  # left by a killed run
         shutil.rmtree(left, ignore_errors=True)
     try:
         draft.mkdir()
         write_tensors(draft / TENSORS, untied_cpu_copies(tensors))
         atomic_write(draft / STATE, to_json(state, indent=2) + "\n")
         atomic_write(draft / MANIFEST, to_json(digests(draft), indent=2) + "\n")
-        shutil.rmtree(place, ignore_errors=True)
-        draft.rename(place)
+        publish(draft, place)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     # A later checkpoint is one that a resumed run has found damaged: it must not take the place of an intact one.

@@ -11,7 +11,6 @@ address or version.
 """
 
 import hashlib
-import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -25,12 +24,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specctl import regular_files
-from specctl.drafters.checkpoint import sync, write_tensors
+from specctl.drafters.checkpoint import write_tensors
 from specctl.errors import CheckpointError, SpecctlError
 from specctl.lock import Lock
 from specctl.progress import log, warn
 from specctl.recipe import FeatureRecipe
-from specctl.runs import atomic_write, make_dir, to_json
+from specctl.runs import atomic_write, make_dir, publish, to_json
 
 OPEN = 16  # shards mapped at a time: mapped pages count as resident until the kernel reclaims them
 MANIFEST, LOCK = "manifest.json", "writer.lock"
@@ -186,8 +185,7 @@ class FeatureFiles:
         }
         try:
             write_tensors(draft, tensors, {"key": self.key, "sha256": _digest(tensors), **origin})
-            sync(draft)
-            os.replace(draft, path)
+            publish(draft, path)
         except (OSError, SafetensorError) as error:
             draft.unlink(missing_ok=True)
             raise SpecctlError(

@@ -104,8 +104,6 @@ class Router:
         with checkpoint.staged(place) as draft:
             self.model.save_pretrained(draft)  # type: ignore[operator]
             self.tokenizer.save_pretrained(draft)
-            for path in draft.iterdir():
-                checkpoint.sync(path)
             record = {
                 "format": checkpoint.FORMAT,
                 "arms": self.classes,
