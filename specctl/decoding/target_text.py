@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -136,6 +137,12 @@ class TargetText:
                 "use a template that goes through all `messages`",
             )
         return ids
+
+    @cached_property
+    def longest_text(self) -> int:
+        """Number of characters that fit the context if all tokens are the longest one. Longer texts need not be
+        tokenized, which takes seconds for a file of some MB."""
+        return self.context_length * max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def ignores_tools(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> bool:
         """Whether the chat template renders the same ids without the `tools` among its `arguments`."""

@@ -33,6 +33,7 @@ from specctl.distillation.messages import (
     Conversation,
     Tool,
     arguments_with,
+    check_length,
     checked_messages,
     conversation_with,
     prompt_id,
@@ -204,6 +205,7 @@ def rendered_turn(turn: LoggedTurn, target: TargetText, options: dict[str, Any])
     Raises ValueError if the target would have written more than the log contains, and ChatTemplateError.
     """
     options = turn.arguments(options)
+    check_length([*turn.messages, turn.message], target)
     prompt = target.render(turn.messages, **options)
     whole = target.render([*turn.messages, turn.message], **{**options, "add_generation_prompt": False})
     end = next((token for token in reversed(whole) if token in target.eos_ids), target.end_id)

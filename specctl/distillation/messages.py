@@ -289,10 +289,17 @@ def _check_plain(value: Any, what: str, depth: int = 0) -> None:
 
 
 class ContextExceeded(ValueError):
-    """The ids of a conversation do not fit the target's context."""
+    """A conversation does not fit the target's context. `unit`: what was counted."""
 
-    def __init__(self, count: int, target: TargetText):
-        super().__init__(f"{count} tokens do not fit the target's context of {target.context_length}")
+    def __init__(self, count: int, target: TargetText, unit: str = "tokens"):
+        super().__init__(f"{count} {unit} do not fit the target's context of {target.context_length}")
+
+
+def check_length(messages: list[ChatMessage], target: TargetText) -> None:
+    """Raise ContextExceeded for a conversation that is too long for the target even before it is tokenized."""
+    count = sum(len(text_of(message)) for message in messages)
+    if count > target.longest_text:
+        raise ContextExceeded(count, target, "characters")
 
 
 def check_tools(target: TargetText, messages: list[ChatMessage], arguments: dict[str, Any], where: str) -> None:

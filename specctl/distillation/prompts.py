@@ -28,6 +28,7 @@ from specctl.distillation.messages import (
     Conversation,
     Tool,
     arguments_with,
+    check_length,
     check_tools,
     checked_messages,
     conversation_with,
@@ -167,6 +168,7 @@ def render(target: TargetText, prompt: Prompt, rejections: Rejections, options: 
 def prompt_ids(target: TargetText, prompt: Prompt, options: dict[str, Any]) -> list[int]:
     """Ids of a prompt by the target's chat template, with the recipe's `options`. Raises ValueError if the template
     refuses the prompt, and ContextExceeded if it leaves no room for an answer."""
+    check_length(prompt.messages, target)
     try:
         ids = target.render(prompt.messages, **prompt.arguments(options))
     except ChatTemplateError as error:

@@ -51,7 +51,6 @@ class OwnEngine:
         self._alive = True
         # Tokenizing a long prompt takes seconds, in which other requests must go on.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        self._longest_token = max(map(len, target.tokenizer.get_vocab()), default=1)
         self._token_texts = TokenTexts(target.tokenizer)
         self._queries = itertools.count()
         self._shows_tools = False  # whether a request has shown that the chat template renders tools
@@ -76,9 +75,7 @@ class OwnEngine:
         self._check_room(len(generations))
         usage = Usage(sum(map(len, prompts)))
         self.meter.prompt_tokens.inc(usage.prompt)
-        form = AnswerFormat(
-            chat, self.name, self._token_texts, asked.alternatives is not None, most_calls=asked.most_calls
-        )
+        form = AnswerFormat(chat, self.name, self._token_texts, asked.alternatives, most_calls=asked.most_calls)
         form.tool_names = [tool["function"]["name"] for tool in asked.callable_tools]
         if asked.return_token_ids:
             form.prompts = [generation.request.prompt for generation in generations]
@@ -216,7 +213,7 @@ class OwnEngine:
 
     def _check_characters(self, count: int, param: str) -> None:
         """Refuse a text that cannot fit even if all its tokens are the longest ones: reading it takes long."""
-        if count > self.target.context_length * self._longest_token:
+        if count > self.target.longest_text:
             self._too_long(f"{count} characters", param)
 
     def _checked(self, ids: list[int], param: str) -> list[int]:

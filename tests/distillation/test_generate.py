@@ -30,7 +30,7 @@ IDENTITY = {"name": "fake", "hidden_size": 8, "num_layers": 1, "vocab_hash": "ca
 class FakeTarget:
     """A target with a context of 64 that renders a prompt as its bytes."""
 
-    context_length = 64
+    context_length, longest_text = 64, 6400
     device = torch.device("cpu")
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
 

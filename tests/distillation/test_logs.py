@@ -12,7 +12,7 @@ from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation import logs, store
 from specctl.distillation.logs import LoggedTurn, turns
-from specctl.distillation.prompts import prompts_of_row
+from specctl.distillation.prompts import Prompt, prompt_ids, prompts_of_row
 from specctl.distillation.rejections import Rejections
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
@@ -378,6 +378,16 @@ def test_a_template_that_rewrites_earlier_messages_is_handled(text, monkeypatch)
 def test_an_overlong_response_is_refused(text):
     with pytest.raises(ValueError, match="do not fit the target's context of 2048"):
         logs.record(LoggedTurn([ASK], "5 " * 3000), "math", text, {})
+
+
+def test_a_text_beyond_any_context_is_refused_before_it_is_tokenized(text, monkeypatch):
+    """One line of some MB took the template's time, and ended a distillation of a million prompts."""
+    huge = [{"role": "user", "content": "x " * 10**6}]
+    monkeypatch.setattr(type(text), "render", None)
+    with pytest.raises(ValueError, match="2000000 characters do not fit the target's context of 2048"):
+        prompt_ids(text, Prompt("00", huge, "math", "file:1"), {})
+    with pytest.raises(ValueError, match="2000005 characters do not fit"):
+        logs.record(LoggedTurn(huge, "It is"), "math", text, {})
 
 
 def many(count):

@@ -73,7 +73,8 @@ class Renderer:
         except (EOFError, ConnectionError) as error:
             self._stop.detach()  # the process id may soon be reused
             self._channel.close()
-            raise CheckpointError(f"{where} {_fate(self._child)} on one conversation", "fix the template") from error
+            fate = _fate(self._child, seconds_for(request))
+            raise CheckpointError(f"{where} {fate} on one conversation", "fix the template") from error
         except BaseException:
             self._stop()  # the worker may still be answering; the next request would get that answer
             raise
@@ -112,8 +113,8 @@ def _serve(tokenizer: Any, channel: Connection) -> NoReturn:
             request = channel.recv_bytes()
             messages, options = json.loads(request)
             used = resource.getrusage(resource.RUSAGE_SELF)
-            seconds = SECONDS + (len(request) >> 20)
-            _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
+            seconds = 1 + seconds_for(request)  # it began within a second
+            _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds)
             channel.send_bytes(json.dumps(_answer(tokenizer, messages, options)).encode())
     finally:
         os._exit(0)
@@ -178,13 +179,18 @@ def _with_joined_text(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
 
 
-def _fate(child: int) -> str:
-    """Why the worker process ended, as text."""
+def seconds_for(request: bytes) -> int:
+    """CPU seconds that a template may take for a request."""
+    return SECONDS + (len(request) >> 20)
+
+
+def _fate(child: int, seconds: int) -> str:
+    """Why the worker process ended, as text. `seconds`: its limit."""
     with suppress(ChildProcessError):
         _, status = os.waitpid(child, 0)
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if number == signal.SIGXCPU:
-            return f"takes more than {SECONDS} s"
+            return f"takes more than {seconds} s"
         if number == signal.SIGKILL:
             return f"takes more than {MEMORY >> 30} GiB of memory"
     return "crashes its process"
