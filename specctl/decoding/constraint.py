@@ -96,4 +96,7 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise DataError(f"the form cannot be enforced: {self._matcher.get_error().splitlines()[0]}")
+            first, *others = self._matcher.get_error().splitlines()
+            # Of a regular expression, the first line ends before the reason.
+            reason = next((line for line in others if line.startswith("error: ")), "error: ").removeprefix("error: ")
+            raise DataError(f"the form cannot be enforced: {first} {reason}".rstrip())

@@ -58,4 +58,4 @@ def _json(schema: dict[str, Any]) -> str:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # llguidance refuses this character alone

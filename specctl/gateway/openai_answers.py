@@ -56,7 +56,10 @@ class PartialAnswer:
 class AnswerFormat:
     """Documents of one request, either a chat or a completion.
 
-    `most_calls`: number of tool calls that are read from the text of an answer; further calls are left out. None = all.
+    Args:
+        alternatives: number of likely tokens that are reported with every token, or None without log probabilities.
+        most_calls: number of tool calls that are read from the text of an answer; further calls are left out. None =
+            all.
 
     Attributes:
         tool_names: tools that an answer can call without marks.
@@ -66,8 +69,10 @@ class AnswerFormat:
     tool_names: Collection[str] = ()
     prompts: list[list[int]] | None = None
 
-    def __init__(self, chat: bool, model: str, tokens: TokenTexts, wants_logprobs: bool, *, most_calls: int | None = 0):
-        self.chat, self.model, self.tokens, self.wants_logprobs = chat, model, tokens, wants_logprobs
+    def __init__(
+        self, chat: bool, model: str, tokens: TokenTexts, alternatives: int | None = None, *, most_calls: int | None = 0
+    ):
+        self.chat, self.model, self.tokens, self.alternatives = chat, model, tokens, alternatives
         self.most_calls = most_calls
         self._held: dict[int, HeldCalls] = {}
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -90,7 +95,7 @@ class AnswerFormat:
             if self.most_calls != 0 and choice.finish == "stop" and (parsed := tool_calls.parse(text, self.tool_names)):
                 one["message"] |= {"content": parsed.content, "tool_calls": parsed.calls[: self.most_calls]}
                 one["finish_reason"] = CALLED
-            if self.wants_logprobs:
+            if self.alternatives is not None:
                 one["logprobs"] = self._logprobs(choice.logprobs, 0)
             if self.prompts is not None:
                 one |= {"token_ids": choice.ids} | ({} if self.chat else self._prompt_ids(index))
@@ -124,7 +129,7 @@ class AnswerFormat:
             part = replace(part, text=text, finish=CALLED if calls else part.finish)
             if not self.says(part):
                 return b""
-        plain = not self.wants_logprobs and self.prompts is None
+        plain = self.alternatives is None and self.prompts is None
         if plain and part.finish is None:  # most pieces: made without building a document
             text = json.dumps(part.text)
             delta = f'"delta":{{"content":{text}}}' if self.chat else f'"text":{text}'
@@ -132,7 +137,7 @@ class AnswerFormat:
             return (self._head + body).encode()
         choice: dict[str, Any] = {"index": part.index}
         choice |= {"delta": {"content": part.text} if part.text else {}} if self.chat else {"text": part.text}
-        choice |= {"logprobs": self._logprobs(part.logprobs or [], offset) if self.wants_logprobs else None}
+        choice |= {"logprobs": None if self.alternatives is None else self._logprobs(part.logprobs or [], offset)}
         choice |= {} if self.prompts is None else {"token_ids": part.ids}
         if calls:
             choice["delta"] |= {"tool_calls": [{"index": number} | call for number, call in enumerate(calls)]}
@@ -182,7 +187,7 @@ class AnswerFormat:
         return {
             "tokens": tokens,
             "token_logprobs": known,
-            "top_logprobs": tops if any(one.top for one in found) else None,
+            "top_logprobs": tops if self.alternatives else None,
             "text_offset": offsets,
         }
 

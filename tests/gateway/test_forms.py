@@ -68,7 +68,7 @@ def test_json_of_any_form(ask):
     assert choice["message"]["content"].startswith("{")
 
 
-TEXTS = ["yes", "no / maybe", 'a "b"\n']
+TEXTS = ["yes", "no / maybe", 'a "b"\n', "\x7f"]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ BAD = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "schema"),
     ({"response_format": FORM, "ignore_eos": True}, "ignore_eos", "cannot be combined"),
     ({"response_format": FORM, "min_tokens": 3}, "min_tokens", "cannot be combined"),
-    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "enforced"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs", "a JSON schema"),
     ({"structured_outputs": {"json": {"type": "thing"}}}, "structured_outputs", "enforced"),
     ({"structured_outputs": {}}, "structured_outputs", "one of json"),

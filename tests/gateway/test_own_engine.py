@@ -270,6 +270,16 @@ def test_an_echo_without_an_answer(make_gateway):
     assert not gateway.thread.open
 
 
+def test_every_piece_of_a_stream_has_the_same_lists_of_log_probabilities(make_gateway):
+    """A client appends the lists of the pieces. The echo of a prompt of one token had no list of alternatives."""
+    gateway = make_gateway()
+    body = {"prompt": [40], "max_tokens": 2, "echo": True, "logprobs": 1, "temperature": 0}
+    whole, streamed = gateway.ask(COMPLETIONS, body, body | {"stream": True})
+    found = [one["logprobs"]["top_logprobs"] for event in pieces(streamed.text) for one in event["choices"]]
+    tops = [top for piece in found for top in piece]
+    assert tops == whole.json()["choices"][0]["logprobs"]["top_logprobs"] and len(tops) == 3
+
+
 def test_a_prompt_that_cannot_be_read_fails_alone(make_gateway, monkeypatch):
     gateway = make_gateway()
     body = {"prompt": "SELECT name", "max_tokens": 1, "echo": True, "temperature": 0}
