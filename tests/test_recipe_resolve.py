@@ -86,7 +86,7 @@ def test_every_float_survives_a_resolved_recipe(number):
 
 def test_all_errors_are_reported_at_once_with_their_lines(tmp_path):
     path = tmp_path / "r.yaml"
-    path.write_text("arch: egle3\noptimizer:\n  weight_decy: 0\n  lr: '1e-4'\nttt_steps: 2.5\nepochs:\n  x: 3\n")
+    path.write_text("arch: egle3\noptimizer:\n  weight_decy: 0\n  lr: '1e-4'\nttt_steps: 2.5\nepochs:\n  x: 3\noptimizer.lr: 3\n")
     found = problems("train-drafter", path, ["lr=3", "novalue"], environ={"SPECCTL_TAGET": "x"})
     for start, rest in [
         (f"{path}:1: arch: ", "did you mean eagle3?"),
@@ -94,12 +94,13 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path):
         (f"{path}:4: optimizer.lr: ", "'1e-4'"),
         (f"{path}:5: ttt_steps: ", "2.5"),
         (f"{path}:7: epochs: ", "'x'"),
+        (f"{path}:8: optimizer.lr: unknown key", "write lr below the section optimizer"),
         ("lr=3: unknown key", "did you mean optimizer.lr?"),
         ("novalue: ", "key.sub=value"),
         ("SPECCTL_TAGET: taget: unknown key", "did you mean target?"),
     ]:
         assert [line for line in found if line.startswith(start) and rest in line], (start, found)
-    assert len(found) == 8
+    assert len(found) == 9
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def _to_fields(model: type[Section], setting: Setting, problems: list[str]) -> I
                 if setting.value != default:
                     problems.append(f"{_location(setting.origin, setting.path)}: no longer a key: {advice}")
                 return
-            near = _nearest(dotted(setting.path), _keys(model)) if len(problems) < MAX_SUGGESTIONS else ""
+            near = _nearest(key, _keys(model)) if len(problems) < MAX_SUGGESTIONS else ""
             problems.append(f"{_location(setting.origin, setting.path)}: unknown key{near}")
             return
         here, rest = setting.path[: depth + 1], setting.path[depth + 1 :]
@@ -383,6 +383,9 @@ def _keys(model: type[Section], prefix: str = "") -> list[str]:
 def _nearest(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean X?)`, by the whole key, else by its last part (`lr` → `optimizer.lr`), else nothing."""
     known = list(known)
+    if name in known:  # a file has sections, and the dots of the command line in one key
+        section, _, key = name.rpartition(".")
+        return f" (write {key} below the section {section})"
     last = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
     meant = did_you_mean(name, known) or did_you_mean(name.rsplit(".", 1)[-1], last)
     return f" ({meant})" if meant else ""
