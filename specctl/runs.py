@@ -279,7 +279,8 @@ def atomic_write(path: str | Path, content: bytes | str, permissions: int = 0o66
         error.filename, error.filename2 = str(path), None
         raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only file system refuses even for a file that is not there
+            temporary.unlink()
 
 
 def publish(draft: Path, place: Path) -> None:

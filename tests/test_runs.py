@@ -1,5 +1,6 @@
 """Run directories and atomic writes."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -30,6 +31,18 @@ def test_a_failed_write_names_the_requested_file(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         runs.atomic_write(tmp_path / "absent" / "f", "text")
     assert caught.value.filename == str(tmp_path / "absent" / "f")
+
+
+def test_a_read_only_file_system_names_the_requested_file(tmp_path, monkeypatch):
+    """It refuses to remove the temporary file, although there is none, and that error hid the first one."""
+
+    def refuse(path, **options):
+        raise OSError(errno.EROFS, "Read-only file system", os.fspath(path))
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(OSError, match="Read-only") as caught:
+        runs.atomic_write(tmp_path / "f", "text")
+    assert caught.value.filename == str(tmp_path / "f")
 
 
 def test_a_run_is_recorded(tmp_path, monkeypatch):

@@ -184,7 +184,7 @@ def check_files(data: DataRecipe) -> None:
     """Check that every domain has its own prompts file, and that the file exists and has a prompt among its first
     lines.
 
-    Raises UsageError (one file for several domains) or DataError (a file is missing or is not a file of prompts).
+    Raises UsageError (one file for several domains, a data set without a name) or DataError (a file is missing or is not a file of prompts).
     """
     if data.prompts is None:
         return
@@ -194,6 +194,8 @@ def check_files(data: DataRecipe) -> None:
         raise UsageError(
             f"a prompts file belongs to one domain, but {data.prompts} is used for {len(files)}", hint=hint
         )
+    if any(file.startswith(HUB) and file.removeprefix(HUB)[:1] in ("", ":") for file in files.values()):
+        raise UsageError(f"{data.prompts} names no data set", hint="hub:OWNER/NAME, or hub:OWNER/NAME:CONFIG")
     files = {domain: file for domain, file in files.items() if file != "-" and not file.startswith(HUB)}
     missing = {domain: file for domain, file in files.items() if not Path(file).exists()}
     if missing:

@@ -136,7 +136,8 @@ def staged(place: Path) -> Iterator[Path]:
     except Exception as error:
         if isinstance(error, SpecctlError) or not (isinstance(error, OSError | SafetensorError) or _refused(error)):
             raise
-        first = str(error).partition("\n")[0]
+        system = error.strerror if isinstance(error, OSError) else None
+        first = system or str(error).partition("\n")[0]
         raise SpecctlError(
             f"cannot write {place}: {first}", hint="free space, or choose another --output-dir"
         ) from error

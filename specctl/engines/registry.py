@@ -44,7 +44,7 @@ async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> Endp
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise EngineError(f"{url}/v1/models lists no models", GIVE_URL) from error
     if served["data"][0].get("owned_by") == OWN:
-        raise EngineError(f"{url} is specctl serve: its answers have no token ids", GIVE_URL)
+        raise EngineError(f"{url} is specctl serve, not an engine", GIVE_URL)
     if engine == llamacpp.NAME or (engine == "auto" and served["data"][0].get("owned_by") == llamacpp.OWNER):
         return llamacpp.facts(await _json(http, url + llamacpp.PROPERTIES), url, models + adapters)
     context = longest if is_count(longest) and longest else None

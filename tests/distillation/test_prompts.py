@@ -369,6 +369,13 @@ def test_invalid_prompt_files_are_refused_before_a_model_loads(content, said, tm
         check_files(data(file))
 
 
+@pytest.mark.parametrize("prompts", [HUB, f"{HUB}:config"])
+def test_a_data_set_without_a_name_is_refused(prompts):
+    """The library's IndexError came with the advice to look at the network."""
+    with pytest.raises(UsageError, match=f"{prompts} names no data set"):
+        check_files(data(prompts))
+
+
 def test_a_file_with_one_valid_prompt_is_accepted(tmp_path):
     check_files(data(write(tmp_path / "p.jsonl", b"{", b"[]", GOOD)))
 

@@ -235,7 +235,7 @@ def write_with_limit(drafter, limit):
     try:
         checkpoint.save(drafter, config=CONFIG, info=INFO, tensors={"a": torch.ones(2)}, overwrite=True)
     except SpecctlError as error:
-        sys.exit("cannot write" not in error.message)
+        sys.exit(error.message != f"cannot write {drafter}: File too large")
     sys.exit(2)
 
 
