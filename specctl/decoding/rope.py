@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,11 +11,15 @@ from specctl.decoding.plan import Plan
 
 
 class Rope:
-    """Rotary tables [positions, D] in the model's dtype; sin carries the sign of the rotated half."""
+    """Rotary tables [positions, D] in the model's dtype; sin carries the sign of the rotated half.
 
-    def __init__(self, cos: Tensor, sin: Tensor):
+    Attributes:
+        others: tables of a model's other kinds of layers, for the same positions.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor, others: Sequence[Rope] = ()):
         half = cos.shape[-1] // 2
-        self.cos = cos
+        self.cos, self.others = cos, others
         self.sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
     @classmethod

@@ -54,6 +54,7 @@ MODELS = {
         "Phi3Config",
         SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
     ),
+    "smollm3": ("SmolLM3Config", SIZES | {"num_hidden_layers": 4}),  # the fourth layer has no RoPE
     "granite": (
         "GraniteConfig",
         SIZES

@@ -88,7 +88,6 @@ MODELS = {
         | {"num_hidden_layers": 5, "sliding_window": 24}
         | {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
     ),
-    "smollm3": ("SmolLM3Config", SIZES | {"num_hidden_layers": 5}),
 }
 IDS = [(37 * i) % 500 + 10 for i in range(90)]  # longer than the windows and the original context of YaRN
 

@@ -140,7 +140,7 @@ TARGETS = {
     "OLMo 2": ("transformers", "Olmo2Config", {}),
     "OLMo 3": ("transformers", "Olmo3Config", {"sliding_window": WINDOW,
                                                "layer_types": ["sliding_attention", "full_attention"]}),
-    "SmolLM3": ("transformers", "SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "SmolLM3": ("lean", "SmolLM3Config", {"no_rope_layers": [1, 0]}),
     "GLM": ("lean", "GlmConfig", {"head_dim": 16, "attention_bias": True} | rope("default", partial_rotary_factor=0.5)),
     "Ernie 4.5": ("lean", "Ernie4_5Config", {"head_dim": 16, "use_bias": True}),
     "Seed-OSS": ("lean", "SeedOssConfig", {"head_dim": 16, "attention_out_bias": True, "residual_dropout": 0.0}),

@@ -36,6 +36,7 @@ KINDS = {
     "qwen2": ("Qwen2Config", WIDE | {"num_key_value_heads": 2}),  # six queries per key, more than one group
     "qwen3": ("Qwen3Config", WIDE | {"num_key_value_heads": 12, "vocab_size": 301}),
     "phi3": ("Phi3Config", WIDE | {"num_key_value_heads": 4, "rope_parameters": HALF_ROTATED}),
+    "smollm3": ("SmolLM3Config", WIDE | {"num_key_value_heads": 4, "no_rope_layers": [0, 1, 0]}),
     "granite": ("GraniteConfig", WIDE | {"num_key_value_heads": 4} | MULTIPLIERS),
 }
 PROMPT = 21

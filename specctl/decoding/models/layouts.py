@@ -15,11 +15,12 @@ from torch import Tensor
 
 from specctl.decoding.models.supported import DENSE, ropes
 
-MODEL_TYPES = DENSE | {"ernie4_5", "glm", "granite", "helium", "phi3", "seed_oss"}
+MODEL_TYPES = DENSE | {"ernie4_5", "glm", "granite", "helium", "phi3", "seed_oss", "smollm3"}
 """Model types with Llama's layers, up to the layout of their weights and Granite's multipliers."""
 FUSED_QKV, FUSED_GATE_UP = {"phi3"}, {"glm", "phi3"}
 NEIGHBORS = {"ernie4_5", "glm", "helium"}
 """Model types that rotate element 2i of a head with element 2i + 1."""
+UNROTATED = "none"  # in `LayerLayout.ropes`
 
 
 def head_dim_of(config) -> int:
@@ -45,10 +46,12 @@ class LayerLayout:
         tapped: factor from the residual stream to the hidden states of `transformers`.
         attention: factor of the attention scores.
         logits: divisor of the logits.
+        ropes: the rotary table of each layer: "" = the only one of the model, UNROTATED = none.
     """
 
     names: dict[str, list[str]]
     order: Tensor | None
+    ropes: list[str]
     eps: float
     attention: float
     embedding: float = 1.0
@@ -66,13 +69,16 @@ class LayerLayout:
             "down": ["mlp.down_proj"],
         }
         order = _row_order(config, heads, kv_heads)
+        ropes = [""] * config.num_hidden_layers
+        if kind == "smollm3":
+            ropes = ["" if rotated else UNROTATED for rotated in config.no_rope_layers]
         if kind != "granite":
-            return cls(names, order, eps, head_dim_of(config) ** -0.5)
+            return cls(names, order, ropes, eps, head_dim_of(config) ** -0.5)
         # Granite multiplies all that its layers add by r. A stream that is divided by r needs no such factor, and its
         # norms are the same with ε / r².
         residual = config.residual_multiplier
         multipliers = config.attention_multiplier, config.embedding_multiplier / residual, residual
-        return cls(names, order, eps / residual**2, *multipliers, logits_divisor(config))
+        return cls(names, order, ropes, eps / residual**2, *multipliers, logits_divisor(config))
 
 
 def logits_divisor(config) -> float:

@@ -17,7 +17,14 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.models import gguf_target
 from specctl.decoding.models.gguf_target import Weight
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
-from specctl.decoding.models.layouts import MODEL_TYPES, LayerLayout, head_dim_of, rotary_tables, rotated_dims
+from specctl.decoding.models.layouts import (
+    MODEL_TYPES,
+    UNROTATED,
+    LayerLayout,
+    head_dim_of,
+    rotary_tables,
+    rotated_dims,
+)
 from specctl.decoding.models.linear import Linear, VocabularyHead
 from specctl.decoding.models.loading import is_gguf, pick_dtype
 from specctl.decoding.models.model import PREFILL_ROWS
@@ -143,6 +150,8 @@ def _quantized(stored: Mapping[str, Weight], *names: str) -> GroupedWeights | No
 
 
 class _LeanLayer:
+    table = 0  # its place in `LeanModel.tables`
+
     def __init__(self, layer, layout: LayerLayout, dtype: torch.dtype, stored: Mapping[str, Weight], prefix: str):
         attention, eps = layer.self_attn, layout.eps
 
@@ -203,6 +212,9 @@ class LeanModel:
             self.layers.append(_LeanLayer(layer, self.layout, self.dtype, stored, f"model.layers.{index}"))
             for parameter in layer.parameters() if consume else ():
                 parameter.data = parameter.new_empty(0)
+        self.tables = list(dict.fromkeys(self.layout.ropes)) or [""]
+        for own, name in zip(self.layers, self.layout.ropes, strict=False):  # targets may be loaded without layers
+            own.table = self.tables.index(name)
         self.norm = RMSNorm(body.norm.weight, self.layout.eps, self.dtype)
         normed = any(layer.q_norm is not None for layer in self.layers)
         inner = len(part.of(config.intermediate_size))
@@ -268,9 +280,18 @@ class LeanModel:
             positions = torch.arange(max(capacity, 1), device=self.device).unsqueeze(0)
             if self._rotary_limit is not None:
                 positions = positions.clamp(max=self._rotary_limit - 1)  # no text gets there
-            cos, sin = self._rotary(self.embedding[:1], positions)
-            self._rope = Rope(*rotary_tables(cos[0].to(self.dtype), sin[0].to(self.dtype), self.head_dim))
+            first, *others = (Rope(*self._rotation(name, positions)) for name in self.tables)
+            first.others = others
+            self._rope = first
         return self._rope
+
+    def _rotation(self, name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The table `name` of `LayerLayout.ropes` at positions [1, P]: cos and sin [P, D]."""
+        if name == UNROTATED:
+            cos = torch.ones(positions.shape[1], self.head_dim, dtype=self.dtype, device=self.device)
+            return cos, torch.zeros_like(cos)
+        cos, sin = self._rotary(self.embedding[:1], positions)
+        return rotary_tables(cos[0].to(self.dtype), sin[0].to(self.dtype), self.head_dim)
 
     def forward(
         self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]
@@ -291,24 +312,26 @@ class LeanModel:
             y, kept = self._native.forward(x, cache, plan, rope, taps)
             y = y.view(batch, rows, -1)
             return y, self._features(kept, taps, y)
+        ropes = rope, *rope.others
         if fuse:
             positions, slots = plan.positions.contiguous(), cache.slots(plan, rows).contiguous()
         else:
-            table = rope.at(plan, heads + kv, kv)
+            tables = [one.at(plan, heads + kv, kv) for one in ropes]
         norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]  # the norm after each layer
         kept = {0: x.to(self.dtype)} if 0 in taps else {}
         y = self.layers[0].input_norm(x)
         for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
             qkv = layer.qkv(y).view(batch * rows, heads + 2 * kv, self.head_dim)
             if fuse:
+                own = ropes[layer.table]
                 q = kernels.rope_and_cache(
-                    qkv, rope.cos, rope.sin, positions, slots, cache.rows[index], *layer.head_norms
+                    qkv, own.cos, own.sin, positions, slots, cache.rows[index], *layer.head_norms
                 )
             else:
                 if layer.q_norm is not None and layer.k_norm is not None:
                     q, k, v = qkv.split((heads, kv, kv), 1)
                     qkv = torch.cat((layer.q_norm(q.float()), layer.k_norm(k.float()), v), 1)
-                qkv = rope.rotate(qkv, table)
+                qkv = Rope.rotate(qkv, tables[layer.table])
                 cache.write(index, qkv[:, heads:], plan)
                 q = qkv[:, :heads].unflatten(0, (batch, rows))
             attended = self.part.sum(layer.o(attend(q, cache, index, plan, self.layout.attention)))

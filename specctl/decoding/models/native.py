@@ -41,6 +41,7 @@ class NativeStep:
                 setattr(at, name, product.weights)
             for name in NORMS:
                 self._point(at, name, getattr(layer, name, None))
+            at.table = getattr(layer, "table", 0)
         inputs = _product(layers[0], "qkv", int8).inputs
         self.model = native.StepModel(
             *(shape.hidden, shape.inner, shape.heads, shape.kv_heads, shape.dim, len(layers), inputs),
@@ -81,10 +82,12 @@ class NativeStep:
             *(tapped[i].data_ptr() if i in tapped else None for i in range(count + 1))
         )
         positions, slots = plan.positions.contiguous(), cache.slots(plan, rows).contiguous()
+        pairs = [one.data_ptr() for kind in (rope, *rope.others) for one in (kind.cos, kind.sin)]
+        tables = (ctypes.c_void_p * len(pairs))(*pairs)
         strides = cache.store.stride()
         call = native.StepCall(
             *(batch, rows, plan.span, torch.get_num_threads()),
-            *(positions.data_ptr(), slots.data_ptr(), rope.cos.data_ptr(), rope.sin.data_ptr()),
+            *(positions.data_ptr(), slots.data_ptr(), ctypes.addressof(tables)),
             *(cache.store.data_ptr(), *strides[:3]),
         )
         if entered is not None:

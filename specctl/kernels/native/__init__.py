@@ -55,6 +55,7 @@ class StepLayer(ctypes.Structure):
     _fields_ = [
         *((name, Weights) for name in ("qkv", "o", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        ("table", ctypes.c_int64),
     ]
 
 
@@ -75,7 +76,7 @@ class StepCall(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("batch", "rows", "span", "threads")),
-        *((name, ctypes.c_void_p) for name in ("positions", "slots", "cos", "sin", "store")),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots", "tables", "store")),
         *((name, ctypes.c_int64) for name in ("layer_stride", "sequence_stride", "slot_stride")),
         ("mask", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("mask_sequence", "mask_row")),

@@ -48,6 +48,7 @@ struct Weights {
 struct Layer {
   Weights qkv, o, gate_up, down;
   const float *input_norm, *post_norm, *q_norm, *k_norm;  // or null: the first where `Call.entered` is given
+  int64_t table;  // of `Call.tables`
 };
 
 struct Model {
@@ -61,7 +62,7 @@ struct Model {
 struct Call {
   int64_t batch, rows, span, threads;
   const int64_t *positions, *slots;  // [batch, rows]
-  const bf16 *cos, *sin;             // [positions, dim]; sin has the sign of the rotated half
+  const bf16* (*tables)[2];          // cos and sin [positions, dim]; sin has the sign of the rotated half
   bf16* store;                       // keys, then values, of a slot
   int64_t layer_stride, sequence_stride, slot_stride;
   const bf16* mask;  // 0 where a row may attend a slot; null: all slots up to its own
@@ -670,7 +671,8 @@ void specctl_forward(const Model& m, const Call& c) {
         if (head < m.heads + m.kv_heads) {
           if (const float* weight = head < m.heads ? layer.q_norm : layer.k_norm)
             norm([&](int64_t k) { return widen(at + k); }, weight, m.dim, m.eps, at);
-          rotate(at, c.cos + c.positions[n] * m.dim, c.sin + c.positions[n] * m.dim, m.dim);
+          const auto& table = c.tables[layer.table];
+          rotate(at, table[0] + c.positions[n] * m.dim, table[1] + c.positions[n] * m.dim, m.dim);
         }
         if (head >= m.heads) {
           bf16* slot = c.store + l * c.layer_stride + n / c.rows * c.sequence_stride + c.slots[n] * c.slot_stride;
