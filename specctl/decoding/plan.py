@@ -109,7 +109,8 @@ class Plan:
         """This plan with a sliding window: a row attends its own position and the window − 1 before it (None = no
         window).
 
-        It hides only slots of committed tokens. All later rows must lie within the window.
+        Draft nodes count by their positions. A plan with an ancestry, or for a place that only the device knows, hides
+        only slots of committed tokens: all later rows must lie within the window.
         """
         if window is None or self.span <= window:
             return self
@@ -121,7 +122,11 @@ class Plan:
         if mask is None:
             empty = torch.zeros(1, 1, rows, self.span, dtype=dtype, device=device)
             mask = _staircase(0, rows, device, dtype) if self.causal else empty
-        far = torch.arange(self.span, device=device) <= (self.positions - window).unsqueeze(-1)
+        places = torch.arange(self.span, device=device)
+        if self.base and not self.contiguous:
+            own = torch.tensor(self.base, device=device).unsqueeze(1) + torch.arange(rows, device=device)
+            places = places.repeat(len(own), 1).scatter_(1, own, self.positions)
+        far = places.unsqueeze(-2) <= (self.positions - window).unsqueeze(-1)
         # Not contiguous: otherwise `_alone` would give a single row no mask.
         return replace(self, mask=mask.masked_fill(far.unsqueeze(1), MINUS_INF), causal=False, contiguous=False)
 

@@ -105,11 +105,11 @@ TARGETS = {
     "Llama, dynamic RoPE": ("transformers", "LlamaConfig", DYNAMIC),
     "Llama, YaRN": ("lean", "LlamaConfig", YARN),
     "Qwen2.5": ("lean", "Qwen2Config", TIED),
-    "Qwen2, window": ("transformers", "Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW,
-                                                      "max_window_layers": 1}),
+    "Qwen2, window": ("lean", "Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW,
+                                              "max_window_layers": 1}),
     "Qwen3": ("lean", "Qwen3Config", {"head_dim": 16}),
     "Qwen3, YaRN": ("lean", "Qwen3Config", {"head_dim": 16} | YARN),
-    "Mistral v0.1": ("transformers", "MistralConfig", {"sliding_window": WINDOW}),
+    "Mistral v0.1": ("lean", "MistralConfig", {"sliding_window": WINDOW}),
     "Mistral v0.3": ("lean", "MistralConfig", {"sliding_window": None}),
     "Mistral Nemo": ("lean", "MistralConfig", {"sliding_window": None, "head_dim": 16}),
     "Gemma": ("transformers", "GemmaConfig", {"head_dim": 16}),
@@ -124,7 +124,7 @@ TARGETS = {
     "Gemma 4": ("transformers", "Gemma4TextConfig", GEMMA4),
     "Phi-2": ("transformers", "PhiConfig", {"num_key_value_heads": 4}
               | rope("default", partial_rotary_factor=0.5)),
-    "Phi-3, window": ("transformers", "Phi3Config", {"sliding_window": WINDOW}),
+    "Phi-3, window": ("lean", "Phi3Config", {"sliding_window": WINDOW}),
     "Phi-3": ("lean", "Phi3Config", {"sliding_window": 512, "num_key_value_heads": 4}),
     "Phi-3, longrope": ("lean", "Phi3Config", LONGROPE | {"original_max_position_embeddings": 64}),
     "Phi-4 mini": ("lean", "Phi3Config", TIED | rope("default", partial_rotary_factor=0.5)),
@@ -149,6 +149,14 @@ TARGETS = {
     "Falcon": ("transformers", "FalconConfig", {"alibi": False, "multi_query": True}),
     "OPT": ("transformers", "OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 48}),
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_windows():
+    """Let the lean step run windows that are shorter than drafts: in PyTorch, with masks, it computes them exactly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lean, "SHORTEST_WINDOW", WINDOW)
+        yield
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -208,6 +216,26 @@ def test_logits_and_states_equal_transformers(family, directory, target, model):
         torch.testing.assert_close(hidden[b, : len(prompt)], states[: len(prompt), -48:], **CLOSE)
         torch.testing.assert_close(rows[b], logits[len(prompt) :], **CLOSE)
         torch.testing.assert_close(tapped[b], states[len(prompt) :], **CLOSE)
+
+
+@pytest.mark.parametrize("path", ["sdpa", "kernel"])
+def test_windows_of_a_lean_step_are_not_shorter_than_drafts(tmp_path, monkeypatch, path):
+    """A kernel hides committed slots alone (`Plan.with_window`), so an old draft node would stay visible."""
+    monkeypatch.setattr(lean, "SHORTEST_WINDOW", 64)
+    sizes = {size: SMALL | {"sliding_window": size} for size in (63, 64)}
+    places = {size: write_tiny(tmp_path / f"{size}", "MistralConfig", sizes[size]) for size in sizes}
+    assert lean.unsupported_reason(load_config(places[63])) == (
+        "a sliding window of 63 positions, which is shorter than a draft may be"
+    )
+    assert lean.unsupported_reason(load_config(places[64])) is None
+    monkeypatch.setenv("SPECCTL_ATTENTION", path)
+    ids = [(37 * i) % 500 + 10 for i in range(90)]
+    model = load_model(places[64], device=torch.device("cpu"), dtype=torch.float32)
+    text = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0].tolist()
+    target = load_target(places[64], device="cpu", dtype="fp32")
+    for drafter in (None, full_tree([text])):
+        options = {"sampling": GREEDY, "max_new_tokens": NEW, "seeds": [0], "drafter": drafter}
+        assert whole(decode(target, [ids], **options)) == [text]
 
 
 def test_equal_prompts_run_once(target, monkeypatch):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from specctl.decoding.cache import KVCache
+from specctl.decoding.models import lean
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.prefix_cache import PrefixCache
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -37,9 +38,10 @@ KINDS = {
     "qwen3": ("Qwen3Config", WIDE | {"num_key_value_heads": 12, "vocab_size": 301}),
     "phi3": ("Phi3Config", WIDE | {"num_key_value_heads": 4, "rope_parameters": HALF_ROTATED}),
     "smollm3": ("SmolLM3Config", WIDE | {"num_key_value_heads": 4, "no_rope_layers": [0, 1, 0]}),
+    "mistral": ("MistralConfig", WIDE | {"num_key_value_heads": 4, "sliding_window": 16}),
     "granite": ("GraniteConfig", WIDE | {"num_key_value_heads": 4} | MULTIPLIERS),
 }
-PROMPT = 21
+PROMPT = 21  # longer than the windows
 
 
 SUPPORTED = native.instructions()
@@ -50,6 +52,7 @@ def instructions(request):
     """Run with each instruction set that this processor supports."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "instructions", lambda: [request.param])
+        patch.setattr(lean, "SHORTEST_WINDOW", 4)
         yield request.param
 
 

@@ -217,17 +217,9 @@ class HFModel:
         full = full.expand(batch, 1, rows, plan.span)
         if self.window is None:
             return {"full_attention": full} if self.mixed else full
-        behind = self._slot_positions(plan, batch) <= plan.positions.unsqueeze(-1) - self.window
-        narrow = full.masked_fill(behind.unsqueeze(1), float("-inf"))
+        narrow = replace(plan, mask=full).with_window(self.window, self.dtype).mask
+        assert narrow is not None
         return {"full_attention": full, "sliding_attention": narrow} if self.mixed else narrow
-
-    def _slot_positions(self, plan: Plan, batch: int) -> Tensor:
-        """[B, 1, span] absolute position of each cache slot (a draft node's slot differs from its position)."""
-        slots = torch.arange(plan.span, device=self.device).expand(batch, -1).clone()
-        rows = plan.positions.shape[1]
-        where = torch.tensor(plan.base, device=self.device).unsqueeze(1) + torch.arange(rows, device=self.device)
-        slots.scatter_(1, where, plan.positions.expand(batch, -1))
-        return slots.unsqueeze(1)
 
     def forward(
         self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.decoding.models.supported import DENSE, ropes
+from specctl.decoding.models.supported import DENSE, context_limit, ropes, window_size
 
 MODEL_TYPES = DENSE | {"ernie4_5", "glm", "granite", "helium", "phi3", "seed_oss", "smollm3"}
 """Model types with Llama's layers, up to the layout of their weights and Granite's multipliers."""
@@ -47,11 +47,13 @@ class LayerLayout:
         attention: factor of the attention scores.
         logits: divisor of the logits.
         ropes: the rotary table of each layer: "" = the only one of the model, UNROTATED = none.
+        windows: number of positions that a row attends in each layer, its own included; None = all.
     """
 
     names: dict[str, list[str]]
     order: Tensor | None
     ropes: list[str]
+    windows: list[int | None]
     eps: float
     attention: float
     embedding: float = 1.0
@@ -72,18 +74,28 @@ class LayerLayout:
         ropes = [""] * config.num_hidden_layers
         if kind == "smollm3":
             ropes = ["" if rotated else UNROTATED for rotated in config.no_rope_layers]
+        windows = _windows(config)
         if kind != "granite":
-            return cls(names, order, ropes, eps, head_dim_of(config) ** -0.5)
+            return cls(names, order, ropes, windows, eps, head_dim_of(config) ** -0.5)
         # Granite multiplies all that its layers add by r. A stream that is divided by r needs no such factor, and its
         # norms are the same with ε / r².
         residual = config.residual_multiplier
         multipliers = config.attention_multiplier, config.embedding_multiplier / residual, residual
-        return cls(names, order, ropes, eps / residual**2, *multipliers, logits_divisor(config))
+        return cls(names, order, ropes, windows, eps / residual**2, *multipliers, logits_divisor(config))
 
 
 def logits_divisor(config) -> float:
     """Number by which a model divides the products with its vocabulary head."""
     return config.logits_scaling if config.model_type == "granite" else 1.0
+
+
+def _windows(config) -> list[int | None]:
+    """Window of each layer, or None where it attends to all positions of a context."""
+    window, limit = window_size(config), context_limit(config)
+    if window is None or (limit is not None and window >= limit):
+        return [None] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _row_order(config, heads: int, kv_heads: int) -> Tensor | None:

@@ -34,7 +34,7 @@ from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import DENSE, FP8, context_limit, quantisation, ropes, window_size
 from specctl.decoding.paged import PagedCache
 from specctl.decoding.pages import PagePool, PoolLayout
-from specctl.decoding.plan import Plan
+from specctl.decoding.plan import BITS, Plan
 from specctl.decoding.rope import Rope
 from specctl.environment import switch
 from specctl.errors import UsageError
@@ -46,6 +46,8 @@ QUANTIZED = "quantized weights"  # a reason of `unsupported_reason`
 # Frequencies that depend on the sequence length do not fit into one table. Those of LongRoPE change only beyond the
 # original context, where sequences end (`context_limit`).
 DYNAMIC_ROPE = {"dynamic"}
+SHORTEST_WINDOW = BITS  # `Plan.with_window`: the rows of a draft must lie within the window
+WINDOWED_PREFILL_ROWS = 1024  # of a model with windows, which masks all rows of a prompt: quadratic memory
 
 
 def unsupported_reason(config) -> str | None:
@@ -54,9 +56,9 @@ def unsupported_reason(config) -> str | None:
         return f"model type {config.model_type!r} is not one of {', '.join(sorted(MODEL_TYPES))}"
     if getattr(config, "hidden_act", "silu") != "silu":
         return f"activation {config.hidden_act!r}"
-    window, limit = window_size(config), context_limit(config)
-    if window is not None and (limit is None or window < limit):
-        return "sliding-window attention"
+    window = window_size(config)
+    if window is not None and window < SHORTEST_WINDOW:
+        return f"a sliding window of {window} positions, which is shorter than a draft may be"
     if dynamic := DYNAMIC_ROPE & ropes(config).keys():
         return f"RoPE variant {min(dynamic)!r}"
     if rotated_dims(config) % 2 or head_dim_of(config) % 2:
@@ -151,6 +153,7 @@ def _quantized(stored: Mapping[str, Weight], *names: str) -> GroupedWeights | No
 
 class _LeanLayer:
     table = 0  # its place in `LeanModel.tables`
+    window: int | None = None
 
     def __init__(self, layer, layout: LayerLayout, dtype: torch.dtype, stored: Mapping[str, Weight], prefix: str):
         attention, eps = layer.self_attn, layout.eps
@@ -213,8 +216,10 @@ class LeanModel:
             for parameter in layer.parameters() if consume else ():
                 parameter.data = parameter.new_empty(0)
         self.tables = list(dict.fromkeys(self.layout.ropes)) or [""]
-        for own, name in zip(self.layers, self.layout.ropes, strict=False):  # targets may be loaded without layers
-            own.table = self.tables.index(name)
+        kinds = zip(self.layers, self.layout.ropes, self.layout.windows, strict=False)
+        for own, rope, window in kinds:  # a target may be loaded without its layers
+            own.table, own.window = self.tables.index(rope), window
+        self.window = next(filter(None, self.layout.windows), None)
         self.norm = RMSNorm(body.norm.weight, self.layout.eps, self.dtype)
         normed = any(layer.q_norm is not None for layer in self.layers)
         inner = len(part.of(config.intermediate_size))
@@ -230,7 +235,8 @@ class LeanModel:
         if self._native is not None:
             self._native.model.scale = self.layout.attention
         # Every row of a C++ step has the same bits however many rows run, so a text does not depend on what was cached.
-        self.prefill_rows = PREFILL_ROWS if self._native is None else NATIVE_ROWS
+        on_torch = PREFILL_ROWS if self.window is None else WINDOWED_PREFILL_ROWS
+        self.prefill_rows = on_torch if self._native is None else NATIVE_ROWS
 
     def new_cache(self, batch: int, capacity: int, pool: PagePool | None = None) -> KVCache:
         """A cache for `batch` sequences; in pages of `pool`, which has the layout `form`, if it is given."""
@@ -312,7 +318,7 @@ class LeanModel:
             y, kept = self._native.forward(x, cache, plan, rope, taps)
             y = y.view(batch, rows, -1)
             return y, self._features(kept, taps, y)
-        ropes = rope, *rope.others
+        ropes, narrow = (rope, *rope.others), plan.with_window(self.window, self.dtype)
         if fuse:
             positions, slots = plan.positions.contiguous(), cache.slots(plan, rows).contiguous()
         else:
@@ -334,7 +340,8 @@ class LeanModel:
                 qkv = Rope.rotate(qkv, tables[layer.table])
                 cache.write(index, qkv[:, heads:], plan)
                 q = qkv[:, :heads].unflatten(0, (batch, rows))
-            attended = self.part.sum(layer.o(attend(q, cache, index, plan, self.layout.attention)))
+            seen = plan if layer.window is None else narrow
+            attended = self.part.sum(layer.o(attend(q, cache, index, seen, self.layout.attention)))
             x, y = add_norm(x, attended, layer.post_norm, fuse)
             x, y = add_norm(x, self.part.sum(layer.down(gated(layer.gate_up(y), fuse))), norm, fuse)
             if index + 1 in taps:

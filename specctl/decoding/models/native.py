@@ -41,7 +41,7 @@ class NativeStep:
                 setattr(at, name, product.weights)
             for name in NORMS:
                 self._point(at, name, getattr(layer, name, None))
-            at.table = getattr(layer, "table", 0)
+            at.table, at.window = getattr(layer, "table", 0), getattr(layer, "window", None) or 0
         inputs = _product(layers[0], "qkv", int8).inputs
         self.model = native.StepModel(
             *(shape.hidden, shape.inner, shape.heads, shape.kv_heads, shape.dim, len(layers), inputs),

@@ -55,7 +55,7 @@ class StepLayer(ctypes.Structure):
     _fields_ = [
         *((name, Weights) for name in ("qkv", "o", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
-        ("table", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("table", "window")),
     ]
 
 

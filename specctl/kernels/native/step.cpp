@@ -48,7 +48,8 @@ struct Weights {
 struct Layer {
   Weights qkv, o, gate_up, down;
   const float *input_norm, *post_norm, *q_norm, *k_norm;  // or null: the first where `Call.entered` is given
-  int64_t table;  // of `Call.tables`
+  int64_t table;   // of `Call.tables`
+  int64_t window;  // positions that a row attends, its own included; 0: all. The rows of a draft must lie within it.
 };
 
 struct Model {
@@ -686,12 +687,13 @@ void specctl_forward(const Model& m, const Call& c) {
         const int64_t kv = i / c.rows % m.kv_heads, n = i / (c.rows * m.kv_heads) * c.rows + i % c.rows;
         const bf16* keys = c.store + l * c.layer_stride + n / c.rows * c.sequence_stride + kv * m.dim;
         const bf16* values = keys + m.kv_heads * m.dim;
+        const int32_t *list = lists.slots.data() + n * c.span, *end = list + lists.counts[n];
+        if (layer.window) list = std::upper_bound(list, end, c.positions[n] - layer.window);
         for (int64_t g = 0; g < group; g += SHARED) {
           const int64_t head = kv * group + g;
           const auto run = [&](auto attend) {
-            attend(qkv + n * width + head * m.dim, keys, values, c.slot_stride, lists.slots.data() + n * c.span,
-                   lists.counts[n], m.dim, m.scale, scores + thread * SHARED * wide,
-                   attended + (n * m.heads + head) * m.dim);
+            attend(qkv + n * width + head * m.dim, keys, values, c.slot_stride, list, end - list, m.dim, m.scale,
+                   scores + thread * SHARED * wide, attended + (n * m.heads + head) * m.dim);
           };
           switch (std::min<int64_t>(SHARED, group - g)) {
             case 1: run(attend<1>); break;
