@@ -5,6 +5,7 @@ import pytest
 
 from specctl.lab.recorded.table_file import Recorded
 from specctl.lab.recorded.trace import Trace
+from specctl.selection.game.game import Game
 
 ARMS, DEPTH = ["sql", "lookup", "suffix"], 4
 
@@ -39,3 +40,9 @@ def made_up():
 def target(shallow):
     """A third of the layers: the tests of this folder compare two computations on arbitrary texts."""
     return shallow
+
+
+@pytest.fixture
+def kept_rounds(monkeypatch):
+    """Live games keep their rounds, too, so that a test can look at them."""
+    monkeypatch.setattr(Game, "keeps_log", True)

@@ -1,5 +1,6 @@
 """`Game`: which rewards and losses reach the policy, in which order and when, and that none is lost."""
 
+import gc
 from dataclasses import replace
 from math import nan
 
@@ -9,7 +10,7 @@ import pytest
 from specctl.lab.recorded.hindsight import token_losses
 from specctl.recipe.select import GameRecipe
 from specctl.selection.game.clock import ArmClock
-from specctl.selection.game.game import Game
+from specctl.selection.game.game import Game, Round
 from specctl.selection.game.losses import INNER
 from specctl.selection.game.rewards import Outcome
 from specctl.selection.game.rules import overridden_options, rules_for
@@ -181,6 +182,7 @@ def test_scoring_is_due_in_warm_up_rounds_and_then_once_per_batch():
     assert spied("reward")[0].due() == 0, "bandits need no scores"
 
 
+@pytest.mark.usefixtures("kept_rounds")
 def test_updates_are_means_of_losses_and_none_is_dropped():
     """After two warm-up rounds the losses are grouped by four, independently of the scoring batches; the rest comes
     when the text ends."""
@@ -195,6 +197,7 @@ def test_updates_are_means_of_losses_and_none_is_dropped():
     assert np.concatenate([part for entry in game.log for part in entry.losses]) == pytest.approx(wanted)
 
 
+@pytest.mark.usefixtures("kept_rounds")
 def test_logged_regret_is_against_the_best_arm_so_far():
     game, _ = spied(**PLAIN)
     text = trace()
@@ -301,6 +304,7 @@ def test_a_reward_that_is_not_finite_counts_as_zero():
     assert told(game, seconds=0.0) == [(1, 0.0)] and game.dropped == 1
 
 
+@pytest.mark.usefixtures("kept_rounds")
 def test_a_round_cut_by_the_end_gives_no_reward():
     game, spy = spied("reward", reward="tokens")
     assert told(game, complete=False) == []
@@ -350,6 +354,7 @@ def test_intervals_between_scorings_grow():
     assert asked == [1, 2, 4, 8, 16]
 
 
+@pytest.mark.usefixtures("kept_rounds")
 @pytest.mark.parametrize("unknown", [[], [70, 90], [105]], ids=["all known", "old ones unknown", "a new one unknown"])
 def test_an_alarm_forgets_the_losses_from_before_the_change(unknown):
     """Twenty rounds with four accepted tokens, then rounds with none: an alarm. The learner forgets everything. It gets
@@ -456,3 +461,21 @@ def test_a_failed_round_has_reward_zero():
     for reward in ("tokens", "be", "bd", "throughput"):
         game, _ = spied("reward", step=1.0, reward=reward)
         assert told(game, committed=1, accepted=0, failed=True, overlap=np.zeros(0), seconds=1.0) == [(1, 0.0)]
+
+
+@pytest.mark.parametrize("learns", ["reward", "losses"])
+def test_a_game_without_end_keeps_no_rounds(learns):
+    """A server's game used to hold every round of its life, with the losses of every token."""
+    game, _ = spied(learns)
+    text = trace(1, tokens=40)
+    for _ in range(10):
+        for at in range(0, 40, 2):
+            game.choose()
+            game.round_finished(0, Outcome(2, 1, overlap=np.zeros(1)))
+            if count := game.due():
+                game.scored(text.gamma[:, at + 2 - count : at + 2], text.hit[:, at + 2 - count : at + 2])
+        game.ended()
+    game.choose()
+    game.withdraw()
+    assert game.rounds == 200 and game.log == []
+    assert sum(isinstance(one, Round) for one in gc.get_objects()) <= 1, "the last one"

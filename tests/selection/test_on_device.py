@@ -110,7 +110,7 @@ def test_switching_arms_on_the_device_keeps_the_text(tiny, pool, on_device, algo
     assert sum(line.committed for line in log) == sum(one.decoded_tokens for one in found)
     assert sum(line.accepted for line in log) == sum(one.accepted for one in found)
     if together:
-        assert sum(len(game.log) for game in controller.games.values()) == len(log) and not controller._chosen
+        assert sum(game.rounds for game in controller.games.values()) == len(log) and not controller._chosen
     else:
         assert Counter(line.query for line in log) == Counter({f"q{one.index}": one.target_passes for one in found})
 
@@ -188,6 +188,7 @@ def test_rewards_arrive_once_and_in_the_order_of_choices(stories, on_device, scr
     assert not controller.plays
 
 
+@pytest.mark.usefixtures("kept_rounds")
 def test_a_session_observes_all_rounds_of_a_text_before_the_next(tiny, pool, on_device):  # noqa: F811
     """A late round of the previous text must not be credited to the next text of the same game."""
     on_device()

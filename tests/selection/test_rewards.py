@@ -147,6 +147,7 @@ BANDITS = [name for name in registry.NAMES if registry.learns(name) == "reward"]
 LEARNERS = [name for name in registry.NAMES if registry.learns(name) == "losses"]
 
 
+@pytest.mark.usefixtures("kept_rounds")
 def test_rewards_and_losses_of_a_replay_equal_live_decoding(target, prompts, ticking, monkeypatch):
     """Round by round, for every policy, reward and loss, with arms that miss, fail, and cost more or less time."""
     fails = {"failing": lambda ids: len(ids) % 3 == 0}

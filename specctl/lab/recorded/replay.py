@@ -50,6 +50,7 @@ def replay(name: str, hindsight: Hindsight, policy: PolicyRecipe, game: GameReci
     for queries in hindsight.games:
         arms = Arms(len(table.arms), rules.depth, seed_of(seed, table.traces[queries[0]].query), plain)
         made = Game(build(name, arms, policy), rules, arms, clock)
+        made.keeps_log = True
         played.append(_play(made, hindsight, queries, hindsight.reset != "query" and rules.score_ends, memory))
     return _measured(name, hindsight, played, rules.depth)
 

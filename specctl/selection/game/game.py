@@ -26,7 +26,7 @@ RECENT = 4  # rounds of an arm, about, over which the share of its failures is t
 
 @dataclass
 class Round:
-    """One round of the log.
+    """One round of a game.
 
     Attributes:
         weights: [N] probabilities with which the arm was drawn.
@@ -52,7 +52,13 @@ class Game:
 
     A round is `choose`, `round_finished`, then `scored` with the tokens that `due` asks for; `ended` closes a text. A
     round may be chosen while earlier ones are unfinished. The rounds are then played in the same order, or withdrawn.
+
+    Attributes:
+        keeps_log: whether `log` gets every round, as replays need. The stream of a server has no end.
+        rounds: number of finished rounds.
     """
+
+    keeps_log = False
 
     def __init__(self, policy: Policy, rules: Rules, arms: Arms, clock: ArmClock | None = None):
         """`clock`: measurements of earlier games."""
@@ -62,7 +68,8 @@ class Game:
         self.rules = rules
         self.arms = arms
         self.log: list[Round] = []
-        self._open: deque[Round] = deque()  # chosen rounds that are not over, the last ones of the log
+        self.rounds = 0
+        self._open: deque[Round] = deque()  # chosen rounds that are not over
         self._last_round: Round | None = None  # the last round that is over
         self.dropped = 0  # rewards, and loss vectors, with a value that was not finite
         self.unscored = 0  # committed tokens that `scored` has not covered
@@ -89,15 +96,17 @@ class Game:
         self._reader = policy if isinstance(policy, ContextualUcb) and arms.plain is not None else None
 
     def choose(self) -> int:
-        """Choose the arm of a round, and open its entry in the log."""
+        """Choose the arm of a round."""
         began = perf_counter_ns()
         if self._reader is not None:
             self._reader.set_plain_reward(self._plain_reward())
         weights = self.policy.weights()
         arm = self.policy.choose()
         regret = self._last_round.regret if self._last_round is not None else 0.0
-        self.log.append(Round(arm, weights, regret=regret, decide_us=(perf_counter_ns() - began) / 1000))
-        self._open.append(self.log[-1])
+        entry = Round(arm, weights, regret=regret, decide_us=(perf_counter_ns() - began) / 1000)
+        self._open.append(entry)
+        if self.keeps_log:
+            self.log.append(entry)
         return arm
 
     @property
@@ -122,12 +131,8 @@ class Game:
     def withdraw(self) -> None:
         """Undo the last choice: its round did not take place."""
         self._open.pop()
-        self.log.pop()
-
-    @property
-    def rounds(self) -> int:
-        """Number of finished rounds."""
-        return len(self.log) - len(self._open)
+        if self.keeps_log:
+            self.log.pop()
 
     @property
     def awaits_reward(self) -> bool:
@@ -138,9 +143,10 @@ class Game:
         return self.policy.takes_turns or any(not self._played[entry.arm] for entry in self._open)
 
     def round_finished(self, arm: int, outcome: Outcome) -> Round:
-        """Finish the oldest chosen round, which was a round of this arm; return its entry in the log."""
+        """Finish the oldest chosen round, which was a round of this arm, and return it."""
         self._schedule.rounds += 1
         entry = self._last_round = self._open.popleft()
+        self.rounds += 1
         self._played[arm] += 1
         entry.committed = outcome.committed
         began = perf_counter_ns()
