@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl import progress
 from specctl.cli.failures import Failure
-from specctl.reporting.tables import machine, text, with_mark
+from specctl.reporting.tables import blank, machine, text, with_mark
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -95,12 +95,15 @@ output = Output()
 
 
 def table(*columns: str, rows: list[list[Any]]) -> RenderableType:
-    """Return a plain table. Columns after the first are right-aligned if every cell is a number.
+    """Return a plain table. Columns after the first are right-aligned if every cell is a number, and left out if no
+    row has a value.
 
     On a narrow terminal headings break between words, and long texts anywhere; names and numbers stay whole. Many
     columns stand closer there. Columns that do not fit follow in further tables, after the columns that name the rows.
     If two columns of texts do not fit, each text stands below its name.
     """
+    filled = [place for place in range(len(columns)) if not (rows and place and all(blank(row[place]) for row in rows))]
+    columns, rows = tuple(columns[place] for place in filled), [[row[place] for place in filled] for row in rows]
     made = _table(columns, rows)
     names = next((n for n in range(1, len(columns)) if len({str(row[:n]) for row in rows}) == len(rows)), 1)
     if not sys.stdout.isatty() or _fits(made):

@@ -17,7 +17,7 @@ from specctl.cli.output import fields, output, table, with_next
 from specctl.cli.training_data import check_data, missing_distillations, report_existing_data
 from specctl.cli.training_plan import Training, TrainingPlan, silent_servers
 from specctl.errors import CheckpointError, RecipeError
-from specctl.reporting.tables import text
+from specctl.reporting.tables import blank, text
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, TrainRecipe
@@ -188,7 +188,7 @@ def show(document: dict[str, Any], recipe: TrainRecipe) -> Any:
     of = "on held-out prompts of the training data; specctl eval measures the test split"
     if not math.isnan(mat):
         document = document | {"mat": f"{text(mat)} ({of})"}
-    none = [key for key, value in document.items() if text(value) == text(None) and key != "mat"]
+    none = [key for key, value in document.items() if blank(value) and key != "mat"]
     told = {key: value for key, value in document.items() if "expected" not in key and key not in none}
     if math.isnan(expected) and checks.engine_only(recipe.target) is None:
         named = [*checks.target_flags(recipe.target), "--domain", ",".join(recipe.data.domain), *test_prompts(recipe)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from specctl.reporting.collect import RunRecord, flat
-from specctl.reporting.tables import with_mark
+from specctl.reporting.tables import blank, with_mark
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,8 +56,8 @@ def numbers(values: Iterable[Any]) -> list[float]:
 
 
 def records(name: str, title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> ReportTable:
-    """Build a table from objects. `columns` maps fields to headings; a field that no row has is left out."""
-    there = {key: heading for key, heading in columns.items() if any(row.get(key) is not None for row in rows)}
+    """Build a table from objects. `columns` maps fields to headings; a field without a value in any row is left out."""
+    there = {key: heading for key, heading in columns.items() if any(not blank(row.get(key)) for row in rows)}
     return ReportTable(name, title, list(there.values()), [[with_mark(row, key) for key in there] for row in rows])
 
 

@@ -120,6 +120,11 @@ def text(value: Any) -> str:
     return str(value)
 
 
+def blank(value: Any) -> bool:
+    """Whether a table shows a dash for a value. A column of dashes is left out."""
+    return text(value) == text(None)
+
+
 def to_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Write unrounded CSV. Empty cells stand for None; the items of a list are separated by `;`.
 

@@ -17,6 +17,8 @@ from specctl.reporting import plots
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import online
 from specctl.reporting.commands.selection import BINS, Rounds, read
+from specctl.reporting.contents import records
+from specctl.reporting.tables import headings
 from tests.reporting.conftest import eval_row, filled
 
 DOT = b"\x89PNG\r\n\x1a\n" + bytes(8) + (160).to_bytes(4) * 2
@@ -48,6 +50,13 @@ def test_the_report_of_an_eval(eval_run):
     assert vanilla[0] == "vanilla"
     # pooled over texts; depth 3 was offered only 5 times and is left out
     assert read_csv(result, "eval-acceptance.csv") == [["drafter", "1", "2", "3"], ["sql-head", "0.75", "0.15", ""]]
+
+
+def test_columns_without_a_value_are_left_out():
+    """They were columns of dashes."""
+    rows = [{"drafter": "a", "mat": None, "rate": math.nan, "kinds": [], "n": 0}]
+    shown = records("rows", "Rows", rows, headings(*rows[0]))
+    assert (shown.columns, shown.rows) == (["drafter", "n"], [["a", 0]])
 
 
 def test_two_evals_are_compared(eval_run):
