@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specctl.errors import SpecctlError, UsageError
+from specctl.replaced_directories import check_outside
 from specctl.reporting import collect, commands, page, plots
 from specctl.reporting.collect import RUNS, RunRecord
 from specctl.reporting.contents import Contents, differing
@@ -41,7 +42,8 @@ def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None
     Without `runs` the report is on the newest run in ./runs. `output_dir` defaults to `report` inside the run
     directory, for several runs to `./runs/report-<time>-<id>`.
 
-    Raises UsageError (no run directory), SpecctlError (a broken result, or output that cannot be written).
+    Raises UsageError (no run directory, or an output inside a drafter), SpecctlError (a broken result, or output that
+    cannot be written).
     """
     if output_dir == "":
         raise UsageError("--output-dir: is empty")
@@ -54,6 +56,7 @@ def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None
         parts[name], images[name] = _contents(name, [run for run in records if run.command == name], looks)
 
     directory = Path(os.path.expanduser(output_dir)) if output_dir else _directory(records)
+    check_outside(directory, PAGE)
     make_dir(directory)
     pictures: list[str] = []
     tables: list[str] = []

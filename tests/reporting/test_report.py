@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specctl import api
-from specctl.errors import SpecctlError
+from specctl.errors import SpecctlError, UsageError
 from specctl.lab.reason.run import Difference
 from specctl.lab.reasoning.journal import ReasoningChunk
 from specctl.lab.reasoning.rows import ModeRow
@@ -50,6 +50,15 @@ def test_the_report_of_an_eval(eval_run):
     assert vanilla[0] == "vanilla"
     # pooled over texts; depth 3 was offered only 5 times and is left out
     assert read_csv(result, "eval-acceptance.csv") == [["drafter", "1", "2", "3"], ["sql-head", "0.75", "0.15", ""]]
+
+
+def test_a_report_is_not_written_into_a_drafter(eval_run, tmp_path):
+    """Overwriting the drafter would delete it."""
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter/drafter.json").write_text("{}")
+    with pytest.raises(UsageError, match="which is a drafter, and --overwrite"):
+        api.report([eval_run()], tmp_path / "drafter/report")
+    assert len(list((tmp_path / "drafter").iterdir())) == 1
 
 
 def test_columns_without_a_value_are_left_out():
