@@ -83,9 +83,8 @@ UNREAD = ("fc_norm", "norm_output", eagle3.WINDOW, eagle3.COUNT)
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     """The GGUF file of a head. Raises CheckpointError if llama.cpp could not run it, or would draft differently."""
     if not is_gguf(facts.name):
-        raise CheckpointError(
-            f"llama.cpp serves GGUF files, but the target is {facts.name}", "name the target's file: --target FILE.gguf"
-        )
+        hint = "name the target's file: --target FILE.gguf; llama.cpp's convert_hf_to_gguf.py makes one of a directory"
+        raise CheckpointError(f"llama.cpp serves GGUF files, but the target is {facts.name}", hint)
     files = _eagle3(head, facts, tokens) if head.family == "eagle3" else _dflash(head, facts, tokens)
     rounded = {name: _rounded(tensor) for name, tensor in head.tensors.items()}
     if "mask_embedding" in rounded:  # a row of the embedding matrix
