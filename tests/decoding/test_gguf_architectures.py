@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from tokenizers import Tokenizer
 
-from specctl.decoding.models import gguf_file, gguf_tokenizer
+from specctl.decoding.models import gguf_file, gguf_target, gguf_tokenizer
 from specctl.decoding.models.describe import describe
 from specctl.decoding.models.gguf_configuration import configuration
 from specctl.decoding.models.gguf_file import Numbers
@@ -119,6 +119,20 @@ def test_the_largest_models_scale_attention_scores_differently(tmp_path, name, l
     for count, expected in ((layers, 64 // 4), (layers - 1, 32)):
         more = dataclasses.replace(held, metadata=held.metadata | {f"{name}.block_count": count})
         assert configuration("m", more)["query_pre_attn_scalar"] == expected
+
+
+def test_a_file_with_a_tensor_for_each_expert_is_named(tmp_path):
+    """The hint of a Mixtral file of 2023 was to download it again."""
+    write(write_tiny(tmp_path / "hf", *MODELS["mixtral"]), tmp_path / "m.gguf")
+    held = gguf_file.read(tmp_path / "m.gguf")
+    tensors = {}
+    for name, tensor in held.tensors.items():
+        names = [name.replace("_exps.", f".{expert}.") for expert in range(4)] if "_exps." in name else [name]
+        tensors |= dict.fromkeys(names, tensor)
+    old = dataclasses.replace(held, tensors=tensors)
+    with pytest.raises(CheckpointError, match=r"a tensor for each expert, such as blk\.0\.ffn_.*\.0\.weight") as error:
+        gguf_target._parameters("m", old, configuration("m", old))
+    assert "convert" in error.value.hint and "download" not in error.value.hint
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])

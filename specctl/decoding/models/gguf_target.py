@@ -159,6 +159,13 @@ def _check_tensors(name: str, contents: GGUFContents, wanted: list[GGUFParameter
     for parameter in wanted:
         for tensor in parameter.tensors:
             if tensor not in contents.tensors:
+                first = tensor.replace("_exps.", ".0.")
+                if first in contents.tensors:
+                    raise CheckpointError(
+                        f"target {name}: this old GGUF file has a tensor for each expert, such as {first}, in place of "
+                        f"{tensor}",
+                        "get a newer file, or convert the original with llama.cpp's convert_hf_to_gguf.py",
+                    )
                 raise CheckpointError(
                     f"target {name}: the GGUF file lacks the tensor {tensor}", gguf_file.REDOWNLOAD_HINT
                 )
