@@ -10,6 +10,7 @@ from specctl.cli.options import TARGET
 from specctl.cli.output import cell, table
 from specctl.families import online_families
 from specctl.reporting.tables import headings
+from specctl.threads import counted
 
 if TYPE_CHECKING:
     from specctl.recipe import ServeRecipe
@@ -128,7 +129,7 @@ def show(document: dict[str, Any]) -> Any:
     decided = document["decide_us_p50"]
     return Group(
         table(*[titles[name] for name in columns], *learned.values(), rows=rows),
-        f"{document['requests']} texts, {document['tokens']} tokens in {document['seconds']:.0f} s, "
+        f"{counted(document['requests'], 'text')}, {counted(document['tokens'], 'token')} in {document['seconds']:.0f} s, "
         f"mat {cell(document['mat'])}" + (f", {decided / 1000:.2f} ms per choice" if decided is not None else ""),
         *certain(document),
         *learnt("", document["learning"]),

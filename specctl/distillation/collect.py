@@ -13,6 +13,7 @@ from specctl.distillation.select_prompts import LeftOut, PromptFilter
 from specctl.distillation.store import ShardLayout, ShardWriter, check_free
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
+from specctl.threads import counted
 
 ALONE = (0, 1)  # the only writer of its directory
 
@@ -106,7 +107,7 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
     counts = {"read": wanted.count + left_out.counts.total(), "kept": wanted.count}
     card.write(output, recipe, left_out, rejections, counts)
     if repeated:
-        progress.log(f"{repeated} repeated responses of {domain} left out: one copy of each is kept")
+        progress.log(f"{counted(repeated, 'repeated response')} of {domain} left out: one copy of each is kept")
     return DistillResult(
         domain=domain,
         prompts=wanted.count,

@@ -39,6 +39,7 @@ from specctl.distillation.rejections import EXPECTED, Rejections
 from specctl.distillation.traces import conversation_of, keys_of
 from specctl.errors import ChatTemplateError, DataError, UsageError, near_path
 from specctl.recipe import DataRecipe
+from specctl.threads import counted
 
 if TYPE_CHECKING:
     from specctl.decoding.target_text import TargetText
@@ -289,7 +290,7 @@ def read_prompts(
     if not prompts:
         raise no_prompts(str(data.prompts_of(domain) or domain))
     if repeated:
-        progress.log(f"{repeated} repeated prompts of {domain} left out: one copy of each is kept")
+        progress.log(f"{counted(repeated, 'repeated prompt')} of {domain} left out: one copy of each is kept")
     return list(prompts.values())
 
 

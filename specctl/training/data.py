@@ -16,6 +16,7 @@ from specctl.distillation.line_streams import json_object
 from specctl.errors import CheckpointError, DataError
 from specctl.progress import log, warn
 from specctl.recipe import TrainRecipe
+from specctl.threads import counted
 from specctl.training import balancing
 from specctl.training.adapters import TARGET_ITSELF, digest_of
 from specctl.training.example import Author, Example
@@ -183,14 +184,16 @@ def held_out_numbers(sources: Sequence[Iterable[str]], fraction: float, prompts:
 def _report(counts: Mapping[str, int], max_length: int) -> None:
     """Log how many texts and tokens are not trained on."""
     if counts["too_short"]:
-        log(f"{counts['too_short']} responses left out: they have fewer than two tokens")
+        log(f"{counted(counts['too_short'], 'response')} left out, with fewer than two tokens")
     if counts["too_long"]:
         warn(
-            f"{counts['too_long']} responses left out: they have fewer than two tokens within max_length {max_length}; "
+            f"{counted(counts['too_long'], 'response')} left out, with fewer than two tokens within max_length "
+            f"{max_length}; "
             "raise max_length, and set piece_length for texts longer than the memory of a step"
         )
     if counts["cut"]:
-        log(f"{counts['cut']} texts cut at max_length {max_length}: {counts['cut_tokens']:,} response tokens are lost")
+        lost = counted(counts["cut_tokens"], "response token")
+        log(f"{counted(counts['cut'], 'text')} cut at max_length {max_length}, without {lost}")
 
 
 def _check_vocabulary(record: Mapping[str, Any], directory: Path, target: TargetText) -> None:

@@ -267,8 +267,10 @@ def test_earlier_rejections_stay_until_they_are_replaced(tmp_path, lines):
 def test_tolerated_rejections_are_one_line_on_stderr(tmp_path, capsys):
     file = write(tmp_path / "p.jsonl", *[GOOD] * 99, b"{")
     assert len(read_prompts(data(file), "sql")) == 1
+    read_prompts(data(write(tmp_path / "two.jsonl", GOOD, GOOD)), "sql")
     stderr = capsys.readouterr().err
-    assert "1 of 100 prompts rejected" in stderr and "98 repeated prompts" in stderr
+    assert "1 of 100 prompts rejected" in stderr and "98 repeated prompts of" in stderr
+    assert "1 repeated prompt of sql left out" in stderr
 
 
 def test_an_absent_file_is_an_error(tmp_path):

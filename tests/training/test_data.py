@@ -176,10 +176,13 @@ def test_cut_texts_are_counted(distilled, target, monkeypatch, capsys, held_out)
 
 def test_empty_responses_are_skipped(distilled, target, monkeypatch, capsys):
     found = records(distilled, 5)
-    found[1]["response_ids"], found[2]["response_ids"] = [], found[2]["response_ids"][:1]
+    found[2]["response_ids"] = found[2]["response_ids"][:1]
+    load(monkeypatch, target, found, 1e-9)
+    assert "1 response left out, with" in capsys.readouterr().err
+    found[1]["response_ids"] = []
     corpus = load(monkeypatch, target, found, 1e-9)
     assert [e.index for e in corpus.train] == list(range(3))
-    assert "2 responses left out" in capsys.readouterr().err
+    assert "2 responses left out, with" in capsys.readouterr().err
 
 
 def test_padding_rows_of_the_embedding_are_chosen_last():
