@@ -112,13 +112,12 @@ TARGETS = {
     "Mistral v0.1": ("lean", "MistralConfig", {"sliding_window": WINDOW}),
     "Mistral v0.3": ("lean", "MistralConfig", {"sliding_window": None}),
     "Mistral Nemo": ("lean", "MistralConfig", {"sliding_window": None, "head_dim": 16}),
-    "Gemma": ("transformers", "GemmaConfig", {"head_dim": 16}),
+    "Gemma": ("lean", "GemmaConfig", {"head_dim": 16}),
     "Gemma 2": ("transformers", "Gemma2Config", {"head_dim": 16, "sliding_window": WINDOW,
                                                  "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0,
                                                  "final_logit_softcapping": 5.0}),
-    "Gemma 3": ("transformers", "Gemma3TextConfig", {"head_dim": 16, "sliding_window": WINDOW,
-                                                     "layer_types": ["sliding_attention", "full_attention"]}
-                | GEMMA3_ROPE),
+    "Gemma 3": ("lean", "Gemma3TextConfig", {"head_dim": 16, "query_pre_attn_scalar": 8, "sliding_window": WINDOW,
+                                             "layer_types": ["sliding_attention", "full_attention"]} | GEMMA3_ROPE),
     "Gemma 3, vision": ("transformers", "Gemma3Config", {"text_config": SMALL | VISION_TEXT, "vision_config": VISION,
                                                          "mm_tokens_per_image": 4}),
     "Gemma 4": ("transformers", "Gemma4TextConfig", GEMMA4),
@@ -145,7 +144,7 @@ TARGETS = {
     "Ernie 4.5": ("lean", "Ernie4_5Config", {"head_dim": 16, "use_bias": True}),
     "Seed-OSS": ("lean", "SeedOssConfig", {"head_dim": 16, "attention_out_bias": True, "residual_dropout": 0.0}),
     "Helium": ("lean", "HeliumConfig", {"head_dim": 12}),
-    "GLM-4": ("transformers", "Glm4Config", {"head_dim": 16}),
+    "GLM-4": ("lean", "Glm4Config", {"head_dim": 16}),
     "Falcon": ("transformers", "FalconConfig", {"alibi": False, "multi_query": True}),
     "OPT": ("transformers", "OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 48}),
 }  # fmt: skip
@@ -236,6 +235,23 @@ def test_windows_of_a_lean_step_are_not_shorter_than_drafts(tmp_path, monkeypatc
     for drafter in (None, full_tree([text])):
         options = {"sampling": GREEDY, "max_new_tokens": NEW, "seeds": [0], "drafter": drafter}
         assert whole(decode(target, [ids], **options)) == [text]
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"final_logit_softcapping": 5.0}, "capped logits"),
+        ({"attn_logit_softcapping": 5.0}, "capped logits"),
+        ({"use_bidirectional_attention": True}, "bidirectional attention"),
+        ({"hidden_activation": "gelu"}, "activation 'gelu'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_gemmas_with_other_arithmetic_run_on_transformers(setting, reason):
+    """Embedding models attend in both directions, and Gemma 2 caps its logits."""
+    sizes = SMALL | {"head_dim": 16, "sliding_window": 64}
+    assert lean.unsupported_reason(transformers.Gemma3TextConfig(**sizes)) is None
+    assert lean.unsupported_reason(transformers.Gemma3TextConfig(**sizes, **setting)) == reason
 
 
 def test_equal_prompts_run_once(target, monkeypatch):

@@ -32,6 +32,7 @@ MULTIPLIERS = {
     "residual_multiplier": 0.4,
     "logits_scaling": 2.0,
 }
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 KINDS = {
     "llama": ("LlamaConfig", WIDE | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2Config", WIDE | {"num_key_value_heads": 2}),  # six queries per key, more than one group
@@ -39,6 +40,11 @@ KINDS = {
     "phi3": ("Phi3Config", WIDE | {"num_key_value_heads": 4, "rope_parameters": HALF_ROTATED}),
     "smollm3": ("SmolLM3Config", WIDE | {"num_key_value_heads": 4, "no_rope_layers": [0, 1, 0]}),
     "mistral": ("MistralConfig", WIDE | {"num_key_value_heads": 4, "sliding_window": 16}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        WIDE | {"num_key_value_heads": 4, "sliding_window": 16, "query_pre_attn_scalar": 20, "layer_types": TYPES},
+    ),
+    "glm4": ("Glm4Config", WIDE | {"num_key_value_heads": 2, "head_dim": 32}),
     "granite": ("GraniteConfig", WIDE | {"num_key_value_heads": 4} | MULTIPLIERS),
 }
 PROMPT = 21  # longer than the windows

@@ -62,12 +62,13 @@ def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm, fuse: bool) -> tuple[Tenso
     return x, norm(x)
 
 
-def gated(x: Tensor, fuse: bool) -> Tensor:
-    """silu(gate) · up [N, I]. `x` [N, 2·I] has gate and up side by side. `fuse`: in one kernel."""
-    if fuse:
+def gated(x: Tensor, fuse: bool, gelu: bool = False) -> Tensor:
+    """silu(gate) · up [N, I]. `x` [N, 2·I] has gate and up side by side. `fuse`: in one kernel. `gelu`: GELU's tanh
+    approximation instead of SiLU, never in one kernel."""
+    if fuse and not gelu:
         return kernels.silu_and_mul(x)
     gate, up = x.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
 
 
 def attend(q: Tensor, cache: KVCache, layer: int, plan: Plan, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layouts of Llama-shaped decoder layers: what the lean step must know about a model type to read its weights.
+"""Layouts of Llama-shaped decoder layers: what the lean step must know about a model type to compute its layers.
 
 The lean step stacks the projections q, k, v and gate, up, and rotates element i of a head with element i + D/2. Some
 models store fused projections, rotate neighboring elements, or rotate only a part of each head. Their query and key
@@ -7,7 +7,7 @@ rows are reordered on loading. Attention scores stay the same, because queries a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,26 @@ from torch import Tensor
 
 from specctl.decoding.models.supported import DENSE, context_limit, ropes, window_size
 
-MODEL_TYPES = DENSE | {"ernie4_5", "glm", "granite", "helium", "phi3", "seed_oss", "smollm3"}
-"""Model types with Llama's layers, up to the layout of their weights and Granite's multipliers."""
-FUSED_QKV, FUSED_GATE_UP = {"phi3"}, {"glm", "phi3"}
-NEIGHBORS = {"ernie4_5", "glm", "helium"}
+GEMMA = {"gemma", "gemma3_text"}
+"""Model types that store the weights of norms minus one, and multiply the embeddings by the root of their width."""
+MODEL_TYPES = DENSE | GEMMA | {"ernie4_5", "glm", "glm4", "granite", "helium", "phi3", "seed_oss", "smollm3"}
+"""Model types with Llama's layers, up to the options of `LayerLayout`."""
+NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+FOUR_NORMS = {
+    "gemma3_text": {
+        "input_norm": "input_layernorm",
+        "o_norm": "post_attention_layernorm",
+        "post_norm": "pre_feedforward_layernorm",
+        "down_norm": "post_feedforward_layernorm",
+    },
+    "glm4": NORMS | {"o_norm": "post_self_attn_layernorm", "down_norm": "post_mlp_layernorm"},
+}
+"""Norms of model types that also normalize the outputs of attention and MLP."""
+FUSED_QKV, FUSED_GATE_UP = {"phi3"}, {"glm", "glm4", "phi3"}
+NEIGHBORS = {"ernie4_5", "glm", "glm4", "helium"}
 """Model types that rotate element 2i of a head with element 2i + 1."""
 UNROTATED = "none"  # in `LayerLayout.ropes`
+GELU = "gelu_pytorch_tanh"
 
 
 def head_dim_of(config) -> int:
@@ -40,22 +54,29 @@ class LayerLayout:
 
     Attributes:
         names: names of the projections in a layer, by the product that stacks them.
-        order: order of the rows of the stacked q, k, v projection; None = as stored.
+        norms: names of the norms, of the residual stream and of the outputs of `o` and `down`.
+        offset: number that is added to the stored weights of norms.
+        gelu: the activation is GELU's tanh approximation, not SiLU.
+        order: order of the rows of the stacked q, k, v projection (None = as stored).
         eps: ε of the norms.
         embedding: factor of the embeddings in the residual stream.
         tapped: factor from the residual stream to the hidden states of `transformers`.
         attention: factor of the attention scores.
         logits: divisor of the logits.
-        ropes: the rotary table of each layer: "" = the only one of the model, UNROTATED = none.
-        windows: number of positions that a row attends in each layer, its own included; None = all.
+        ropes: the rotary table of each layer: "" = the only one of the model, UNROTATED = none, otherwise the table of
+            this type of layers.
+        windows: number of positions that a row of each layer attends, its own included (None = all).
     """
 
     names: dict[str, list[str]]
+    norms: dict[str, str]
     order: Tensor | None
     ropes: list[str]
     windows: list[int | None]
     eps: float
     attention: float
+    offset: float = 0.0
+    gelu: bool = False
     embedding: float = 1.0
     tapped: float = 1.0
     logits: float = 1.0
@@ -63,30 +84,60 @@ class LayerLayout:
     @classmethod
     def of(cls, config, heads: int, kv_heads: int) -> LayerLayout:
         """The layout of a configuration, for layers with this number of heads."""
-        kind, eps = config.model_type, config.rms_norm_eps
+        kind, gemma = config.model_type, config.model_type in GEMMA
         names = {
             "qkv": ["self_attn.qkv_proj"] if kind in FUSED_QKV else [f"self_attn.{one}_proj" for one in "qkv"],
             "o": ["self_attn.o_proj"],
             "gate_up": ["mlp.gate_up_proj"] if kind in FUSED_GATE_UP else ["mlp.gate_proj", "mlp.up_proj"],
             "down": ["mlp.down_proj"],
         }
-        order = _row_order(config, heads, kv_heads)
-        ropes = [""] * config.num_hidden_layers
-        if kind == "smollm3":
-            ropes = ["" if rotated else UNROTATED for rotated in config.no_rope_layers]
-        windows = _windows(config)
+        layout = cls(
+            names,
+            FOUR_NORMS.get(kind, NORMS),
+            _row_order(config, heads, kv_heads),
+            _ropes(config),
+            _windows(config),
+            config.rms_norm_eps,
+            (config.query_pre_attn_scalar if kind == "gemma3_text" else head_dim_of(config)) ** -0.5,
+            offset=1.0 if gemma else 0.0,
+            gelu=activation(config) == GELU,
+            embedding=config.hidden_size**0.5 if gemma else 1.0,
+        )
         if kind != "granite":
-            return cls(names, order, ropes, windows, eps, head_dim_of(config) ** -0.5)
+            return layout
         # Granite multiplies all that its layers add by r. A stream that is divided by r needs no such factor, and its
         # norms are the same with ε / r².
         residual = config.residual_multiplier
-        multipliers = config.attention_multiplier, config.embedding_multiplier / residual, residual
-        return cls(names, order, ropes, windows, eps / residual**2, *multipliers, logits_divisor(config))
+        return replace(
+            layout,
+            eps=layout.eps / residual**2,
+            attention=config.attention_multiplier,
+            embedding=config.embedding_multiplier / residual,
+            tapped=residual,
+            logits=logits_divisor(config),
+        )
+
+    def norm_weight(self, norm) -> Tensor:
+        """The weight of a norm of the model, as a factor."""
+        weight: Tensor = norm.weight.detach()
+        return weight.float() + self.offset if self.offset else weight
+
+
+def activation(config) -> str:
+    """Name of the activation in the MLP."""
+    return getattr(config, "hidden_activation" if config.model_type == "gemma3_text" else "hidden_act", "silu")
 
 
 def logits_divisor(config) -> float:
     """Number by which a model divides the products with its vocabulary head."""
     return config.logits_scaling if config.model_type == "granite" else 1.0
+
+
+def _ropes(config) -> list[str]:
+    if config.model_type == "smollm3":
+        return ["" if rotated else UNROTATED for rotated in config.no_rope_layers]
+    by_type = any(isinstance(value, dict) for value in (getattr(config, "rope_parameters", None) or {}).values())
+    return list(config.layer_types) if by_type else [""] * config.num_hidden_layers
 
 
 def _windows(config) -> list[int | None]:

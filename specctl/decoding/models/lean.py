@@ -18,9 +18,11 @@ from specctl.decoding.models import gguf_target
 from specctl.decoding.models.gguf_target import Weight
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
 from specctl.decoding.models.layouts import (
+    GELU,
     MODEL_TYPES,
     UNROTATED,
     LayerLayout,
+    activation,
     head_dim_of,
     rotary_tables,
     rotated_dims,
@@ -54,8 +56,12 @@ def unsupported_reason(config) -> str | None:
     """Reason why the lean step cannot compute this configuration exactly, or None if it can."""
     if config.model_type not in MODEL_TYPES:
         return f"model type {config.model_type!r} is not one of {', '.join(sorted(MODEL_TYPES))}"
-    if getattr(config, "hidden_act", "silu") != "silu":
-        return f"activation {config.hidden_act!r}"
+    if activation(config) not in ("silu", GELU):
+        return f"activation {activation(config)!r}"
+    if getattr(config, "attn_logit_softcapping", None) or getattr(config, "final_logit_softcapping", None):
+        return "capped logits"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "bidirectional attention"
     window = window_size(config)
     if window is not None and window < SHORTEST_WINDOW:
         return f"a sliding window of {window} positions, which is shorter than a draft may be"
@@ -156,7 +162,7 @@ class _LeanLayer:
     window: int | None = None
 
     def __init__(self, layer, layout: LayerLayout, dtype: torch.dtype, stored: Mapping[str, Weight], prefix: str):
-        attention, eps = layer.self_attn, layout.eps
+        attention = layer.self_attn
 
         def linear(product: str) -> Linear:
             names, modules = layout.names[product], [layer.get_submodule(name) for name in layout.names[product]]
@@ -168,12 +174,16 @@ class _LeanLayer:
             return Linear(weight, bias)
 
         self.qkv, self.o, self.gate_up, self.down = (linear(product) for product in PRODUCTS)
-        self.input_norm = RMSNorm(layer.input_layernorm.weight, eps, dtype)
-        self.post_norm = RMSNorm(layer.post_attention_layernorm.weight, eps, dtype)
+
+        def norm(found) -> RMSNorm:
+            return RMSNorm(layout.norm_weight(found), layout.eps, dtype)
+
+        norms = {name: norm(layer.get_submodule(place)) for name, place in layout.norms.items()}
+        self.input_norm, self.post_norm = norms["input_norm"], norms["post_norm"]
+        self.o_norm, self.down_norm = norms.get("o_norm"), norms.get("down_norm")
         self.q_norm = self.k_norm = None
         if getattr(attention, "q_norm", None) is not None:
-            self.q_norm = RMSNorm(attention.q_norm.weight, eps, dtype)
-            self.k_norm = RMSNorm(attention.k_norm.weight, eps, dtype)
+            self.q_norm, self.k_norm = norm(attention.q_norm), norm(attention.k_norm)
 
     @property
     def head_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
@@ -220,7 +230,7 @@ class LeanModel:
         for own, rope, window in kinds:  # a target may be loaded without its layers
             own.table, own.window = self.tables.index(rope), window
         self.window = next(filter(None, self.layout.windows), None)
-        self.norm = RMSNorm(body.norm.weight, self.layout.eps, self.dtype)
+        self.norm = RMSNorm(self.layout.norm_weight(body.norm), self.layout.eps, self.dtype)
         normed = any(layer.q_norm is not None for layer in self.layers)
         inner = len(part.of(config.intermediate_size))
         self._shape = LayerShape(self.hidden_size, inner, self.heads, self.kv_heads, self.head_dim, normed)
@@ -233,7 +243,7 @@ class LeanModel:
         self._rope: Rope | None = None
         self._native = native_step(self.layers, self.norm, self._shape) if self.part.count == 1 else None
         if self._native is not None:
-            self._native.model.scale = self.layout.attention
+            self._native.model.scale, self._native.model.gelu = self.layout.attention, self.layout.gelu
         # Every row of a C++ step has the same bits however many rows run, so a text does not depend on what was cached.
         on_torch = PREFILL_ROWS if self.window is None else WINDOWED_PREFILL_ROWS
         self.prefill_rows = on_torch if self._native is None else NATIVE_ROWS
@@ -296,7 +306,7 @@ class LeanModel:
         if name == UNROTATED:
             cos = torch.ones(positions.shape[1], self.head_dim, dtype=self.dtype, device=self.device)
             return cos, torch.zeros_like(cos)
-        cos, sin = self._rotary(self.embedding[:1], positions)
+        cos, sin = self._rotary(self.embedding[:1], positions, *([name] if name else []))
         return rotary_tables(cos[0].to(self.dtype), sin[0].to(self.dtype), self.head_dim)
 
     def forward(
@@ -341,9 +351,14 @@ class LeanModel:
                 cache.write(index, qkv[:, heads:], plan)
                 q = qkv[:, :heads].unflatten(0, (batch, rows))
             seen = plan if layer.window is None else narrow
-            attended = self.part.sum(layer.o(attend(q, cache, index, seen, self.layout.attention)))
-            x, y = add_norm(x, attended, layer.post_norm, fuse)
-            x, y = add_norm(x, self.part.sum(layer.down(gated(layer.gate_up(y), fuse))), norm, fuse)
+            added = self.part.sum(layer.o(attend(q, cache, index, seen, self.layout.attention)))
+            if layer.o_norm is not None:
+                added = layer.o_norm(added.float())
+            x, y = add_norm(x, added, layer.post_norm, fuse)
+            added = self.part.sum(layer.down(gated(layer.gate_up(y), fuse, self.layout.gelu)))
+            if layer.down_norm is not None:
+                added = layer.down_norm(added.float())
+            x, y = add_norm(x, added, norm, fuse)
             if index + 1 in taps:
                 kept[index + 1] = x.to(self.dtype)
         if len(self.layers) in taps:

@@ -18,7 +18,7 @@ ROWS = 64  # most rows, over all sequences; beyond, PyTorch's attention over blo
 
 
 PRODUCTS = "qkv", "o", "gate_up", "down"
-NORMS = "input_norm", "post_norm", "q_norm", "k_norm"
+NORMS = "input_norm", "post_norm", "q_norm", "k_norm", "o_norm", "down_norm"
 
 
 class NativeStep:

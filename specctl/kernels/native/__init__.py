@@ -54,7 +54,7 @@ class StepLayer(ctypes.Structure):
 
     _fields_ = [
         *((name, Weights) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "o_norm", "down_norm")),
         *((name, ctypes.c_int64) for name in ("table", "window")),
     ]
 
@@ -68,6 +68,7 @@ class StepModel(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("eps", "scale")),
         ("layer", ctypes.POINTER(StepLayer)),
         ("final_norm", ctypes.c_void_p),
+        ("gelu", ctypes.c_int64),
     ]
 
 

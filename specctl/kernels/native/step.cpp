@@ -48,6 +48,7 @@ struct Weights {
 struct Layer {
   Weights qkv, o, gate_up, down;
   const float *input_norm, *post_norm, *q_norm, *k_norm;  // or null: the first where `Call.entered` is given
+  const float *o_norm, *down_norm;  // of the outputs of o and down, or null
   int64_t table;   // of `Call.tables`
   int64_t window;  // positions that a row attends, its own included; 0: all. The rows of a draft must lie within it.
 };
@@ -58,6 +59,7 @@ struct Model {
   float eps, scale;
   const Layer* layer;
   const float* final_norm;  // or null: `Call.y` is not written
+  int64_t gelu;             // GELU's tanh approximation instead of SiLU
 };
 
 struct Call {
@@ -302,15 +304,14 @@ Vec scaled(Vec sum, const Weights& w, int64_t panel) {
   return w.bias ? sum + load(w.bias + panel * LANES) : sum;
 }
 
-// x / sqrt(mean(x²) + eps) · weight, for `size` values that `values` gives.
-template <class Values>
-void norm(Values values, const float* weight, int64_t size, float eps, bf16* out) {
+// x / sqrt(mean(x²) + eps) · weight, for `size` values that `values` gives, 16 at a time to `put`.
+template <class Values, class Out>
+void norm(Values values, const float* weight, int64_t size, float eps, Out put) {
   Vec squares = broadcast(0.f);
   for (int64_t i = 0; i < size; i += LANES) squares = fma(values(i), values(i), squares);
   const float mean = reduce_add(squares) / float(size);
   const Vec factor = broadcast(1.f / __builtin_sqrtf(mean + eps));
-  for (int64_t i = 0; i < size; i += LANES)
-    narrow(out + i, values(i) * factor * load(weight + i));
+  for (int64_t i = 0; i < size; i += LANES) put(i, values(i) * factor * load(weight + i));
 }
 
 void rotate(bf16* x, const bf16* cos, const bf16* sin, int64_t dim) {
@@ -411,7 +412,7 @@ struct Lists {
 
 struct Scratch {
   std::vector<bf16> qkv, attended, inner;
-  std::vector<float> scores;
+  std::vector<float> scores, delta;
   Lists lists;
 };
 
@@ -628,12 +629,17 @@ void specctl_forward(const Model& m, const Call& c) {
   scratch.inner.resize(rows * m.inner);
   scratch.scores.resize(c.threads * SHARED * wide);
   bf16 *qkv = scratch.qkv.data(), *attended = scratch.attended.data(), *inner = scratch.inner.data(), *y = c.y;
-  float *x = c.x, *scores = scratch.scores.data();
+  if (m.layer[0].o_norm) scratch.delta.resize(rows * m.hidden);
+  float *x = c.x, *scores = scratch.scores.data(), *delta = scratch.delta.data();
   const Lists& lists = scratch.lists;
-  const auto added = [&](const Weights& w) {
+  // Adds a product to the stream. If it has a norm, `add_normed` does so.
+  const auto added = [&](const Weights& w, const float* own_norm) {
     return [=, &w](int64_t row, int64_t panel, const Vec* sums, int count) {
-      float* at = x + row * m.hidden + panel * LANES;
-      for (int p = 0; p < count; p++) store(at + p * LANES, load(at + p * LANES) + scaled(sums[p], w, panel + p));
+      float* at = (own_norm ? delta : x) + row * m.hidden + panel * LANES;
+      for (int p = 0; p < count; p++, at += LANES) {
+        const Vec sum = scaled(sums[p], w, panel + p);
+        store(at, own_norm ? sum : load(at) + sum);
+      }
     };
   };
 #pragma omp parallel num_threads(c.threads)
@@ -645,7 +651,17 @@ void specctl_forward(const Model& m, const Call& c) {
       const Range range = mine(rows);
       for (int64_t n = range.first; n < range.last; n++) {
         const float* row = x + n * m.hidden;
-        norm([&](int64_t i) { return load(row + i); }, weight, m.hidden, m.eps, y + n * m.hidden);
+        bf16* out = y + n * m.hidden;
+        norm([&](int64_t i) { return load(row + i); }, weight, m.hidden, m.eps,
+             [&](int64_t i, Vec value) { narrow(out + i, value); });
+      }
+    };
+    const auto add_normed = [&](const float* weight) {
+      const Range range = weight ? mine(rows) : Range{0, 0};
+      for (int64_t n = range.first; n < range.last; n++) {
+        float *row = x + n * m.hidden, *more = delta + n * m.hidden;
+        norm([&](int64_t i) { return load(more + i); }, weight, m.hidden, m.eps,
+             [&](int64_t i, Vec value) { store(row + i, load(row + i) + value); });
       }
     };
     const auto tapped = [&](int64_t layers) {
@@ -671,7 +687,8 @@ void specctl_forward(const Model& m, const Call& c) {
         bf16* at = qkv + i * m.dim;
         if (head < m.heads + m.kv_heads) {
           if (const float* weight = head < m.heads ? layer.q_norm : layer.k_norm)
-            norm([&](int64_t k) { return widen(at + k); }, weight, m.dim, m.eps, at);
+            norm([&](int64_t k) { return widen(at + k); }, weight, m.dim, m.eps,
+                 [&](int64_t k, Vec value) { narrow(at + k, value); });
           const auto& table = c.tables[layer.table];
           rotate(at, table[0] + c.positions[n] * m.dim, table[1] + c.positions[n] * m.dim, m.dim);
         }
@@ -704,8 +721,9 @@ void specctl_forward(const Model& m, const Call& c) {
         }
       }
 #pragma omp barrier
-      product(layer.o, attended, rows, m.heads * m.dim, mine(m.hidden / LANES), added(layer.o));
+      product(layer.o, attended, rows, m.heads * m.dim, mine(m.hidden / LANES), added(layer.o, layer.o_norm));
 #pragma omp barrier
+      add_normed(layer.o_norm);
       normed(layer.post_norm);
 #pragma omp barrier
       const int64_t ups = m.inner / LANES;  // the panels of `up` follow those of `gate`
@@ -716,14 +734,17 @@ void specctl_forward(const Model& m, const Call& c) {
             for (int p = 0; p < count; p += 2) {
               const int64_t at = (panel + p) / 2;
               const Vec gate = scaled(sums[p], layer.gate_up, at), up = scaled(sums[p + 1], layer.gate_up, at + ups);
-              const Vec silu = gate / (broadcast(1.f) + exponential(broadcast(0.f) - gate));
-              narrow(inner + row * m.inner + at * LANES, silu * up);
+              // GELU's approximation x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2 is SiLU with another exponent.
+              const Vec power = m.gelu ? gate * fma(gate * gate, broadcast(0.0713548163f), broadcast(1.59576912f)) : gate;
+              const Vec active = gate / (broadcast(1.f) + exponential(broadcast(0.f) - power));
+              narrow(inner + row * m.inner + at * LANES, active * up);
             }
           },
           ups);
 #pragma omp barrier
-      product(layer.down, inner, rows, m.inner, mine(m.hidden / LANES), added(layer.down));
+      product(layer.down, inner, rows, m.inner, mine(m.hidden / LANES), added(layer.down, layer.down_norm));
 #pragma omp barrier
+      add_normed(layer.down_norm);
       if (l + 1 < m.layers) tapped(l + 1);
       const float* norm_weight = l + 1 < m.layers ? m.layer[l + 1].input_norm : m.final_norm;
       if (norm_weight) normed(norm_weight);
