@@ -11,6 +11,7 @@ from specctl import kernels
 from specctl.decoding.protocols import Controller
 from specctl.decoding.sampling import DRAFT, GREEDY, Sampling
 from specctl.decoding.state import READ_ALONE_ROWS
+from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint
 from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm import model as lm_model
@@ -496,8 +497,11 @@ def test_a_base_with_another_vocabulary_is_refused(target, published_model):
         lm.FAMILY.build(TrainRecipe(arch="lm", drafter=DrafterRecipe(base=path, hidden_size=8)), target, None)
 
 
-def test_an_adapter_drafts_like_its_merged_weights(target, model, prompts):
-    """Covers every product of the decoding step, over a prompt and a drafted chain."""
+@pytest.mark.parametrize(("dtype", "rounding"), [("fp32", 1e-5), ("bf16", 0.05)])
+def test_an_adapter_drafts_like_its_merged_weights(model, prompts, dtype, rounding):
+    """Covers every product of the decoding step, over a prompt and a drafted chain. In bf16 on a CPU, the C++ step used
+    to ignore the adapter."""
+    target = load_target("builtin", device="cpu", dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     pairs = {}
     for name, weight in lm.FAMILY.stored_state(model.state_dict()).items():
@@ -517,5 +521,5 @@ def test_an_adapter_drafts_like_its_merged_weights(target, model, prompts):
             target, prompts[:1], drafter=drafter, **options,
             on_round=lambda state, draft, verdict, d=drafter: seen.setdefault(d, state.memory[d].logits.clone()),
         )  # fmt: skip
-    torch.testing.assert_close(seen[adapted], seen[whole], atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(seen[adapted], seen[base], atol=1e-2)
+    off = {drafter: ((seen[drafter] - seen[whole]).norm() / seen[whole].norm()).item() for drafter in (adapted, base)}
+    assert off[adapted] < rounding < 4 * rounding < off[base]

@@ -4,6 +4,9 @@ Covers dense models with Llama's layers (`layouts.py`): grouped-query attention,
 static RoPE scaling. All other models run through `transformers`' own forward (`hf.py`), with the same interface.
 """
 
+from __future__ import annotations
+
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -247,6 +250,13 @@ class LeanModel:
         # Every row of a C++ step has the same bits however many rows run, so a text does not depend on what was cached.
         on_torch = PREFILL_ROWS if self.window is None else WINDOWED_PREFILL_ROWS
         self.prefill_rows = on_torch if self._native is None else NATIVE_ROWS
+
+    def with_own_layers(self) -> LeanModel:
+        """A copy with layers of its own, which share all weights and may get other products. It never runs in C++: that
+        step has pointers to the products of this model."""
+        twin = copy.copy(self)
+        twin.layers, twin._native = [copy.copy(layer) for layer in self.layers], None
+        return twin
 
     def new_cache(self, batch: int, capacity: int, pool: PagePool | None = None) -> KVCache:
         """A cache for `batch` sequences; in pages of `pool`, which has the layout `form`, if it is given."""

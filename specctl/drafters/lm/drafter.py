@@ -136,8 +136,8 @@ class LMDrafter(Drafter):
         """Return a copy of this drafter with low-rank updates; it shares all weights but has separate caches."""
         if not isinstance(self.model, LeanModel):
             raise CheckpointError("LoRA adapters run on the lean step only", "merge the adapter: train without --lora")
-        twin, model = copy.copy(self), copy.copy(self.model)
-        twin.model, model.layers = model, [copy.copy(layer) for layer in model.layers]
+        twin, model = copy.copy(self), self.model.with_own_layers()
+        twin.model = model
         for number, layer in enumerate(model.layers):
             for fused, names in FUSED.items():
                 sizes = zip(names, self.outputs[fused], strict=True)
