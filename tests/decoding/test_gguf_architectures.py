@@ -1,4 +1,4 @@
-"""GGUF files of architectures outside the lean step have the logits and texts of `transformers`.
+"""GGUF files of architectures besides Llama and Qwen have the logits and texts of `transformers`.
 
 Catches metadata that are ignored (windows, caps, multipliers, RoPE by kind of layer), norms with an offset, experts in
 another order, and numbers that a file does not have and that depend on the size of a model.
@@ -88,6 +88,7 @@ MODELS = {
         | {"num_hidden_layers": 5, "sliding_window": 24}
         | {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
     ),
+    "smollm3": ("SmolLM3Config", SIZES | {"num_hidden_layers": 5}),
 }
 IDS = [(37 * i) % 500 + 10 for i in range(90)]  # longer than the windows and the original context of YaRN
 
