@@ -53,6 +53,7 @@ from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
 from specctl.kernels import reference, self_check
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+from tests.conftest import SIZES, write_tiny
 from tests.toys import decoding, mtp
 from tests.toys.decoding import WORDS, engine_for, target_of_few_words
 
@@ -75,6 +76,15 @@ SHAPES = {
 def tiny(tiny_directory):
     """A target that writes only seven words, one of them the end of a text, so that random drafts are often right."""
     return target_of_few_words(tiny_directory("qwen3"), end_bias=EOS_BIAS)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """Such a target with windows, a rotary table for each type of layers, and four norms in a layer."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes = SIZES | {"head_dim": 16, "sliding_window": 64, "layer_types": kinds}
+    directory = write_tiny(tmp_path_factory.mktemp("gemma3"), "Gemma3TextConfig", sizes)
+    return target_of_few_words(directory, end_bias=EOS_BIAS)
 
 
 def decode(target, prompts=PROMPTS, **more):
@@ -483,6 +493,25 @@ def test_trees_broader_than_a_step(tiny, drafters, monkeypatch, mode):
     found = decode(tiny, sampling=MIXED, drafter=drafter, slots=3, share_rows=True)
     assert [one.output_ids for one in found] == plain
     assert batches == ({3, 2} if mode == "eager" else set())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kernel"])
+def test_a_target_with_windows(windowed, on_device, monkeypatch, attention):
+    """Texts grow out of the windows of some layers. A round can be captured, too."""
+    monkeypatch.setenv("SPECCTL_ATTENTION", attention)
+    monkeypatch.setenv("SPECCTL_LAYERS", "fused" if attention == "kernel" else "plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "_packed", lambda *_: None)
+        drafter = eagle3(windowed, SHAPES["tree"])
+    prompts = [[5 + i % 50 for i in range(size)] for size in (90, 55, 62)]
+    how = dict(prompts=prompts, sampling=MIXED[:3], max_new_tokens=[16] * 3, seeds=[1, 2, 3])
+    host = decode(windowed, drafter=drafter, **how)
+    assert [one.output_ids for one in host] == [one.output_ids for one in decode(windowed, drafter=None, **how)]
+    on_device()
+    assert decode(windowed, drafter=drafter, **how) == host
+    rounds = loaded(windowed, drafter, how.pop("sampling"), monkeypatch, **how)
+    with torch.inference_mode(), NoHost(monkeypatch):
+        rounds.round(rounds.state.capacity)
 
 
 class NoHost:
