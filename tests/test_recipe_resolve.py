@@ -86,7 +86,9 @@ def test_every_float_survives_a_resolved_recipe(number):
 
 def test_all_errors_are_reported_at_once_with_their_lines(tmp_path):
     path = tmp_path / "r.yaml"
-    path.write_text("arch: egle3\noptimizer:\n  weight_decy: 0\n  lr: '1e-4'\nttt_steps: 2.5\nepochs:\n  x: 3\noptimizer.lr: 3\n")
+    path.write_text(
+        "arch: egle3\noptimizer:\n  weight_decy: 0\n  lr: '1e-4'\nttt_steps: 2.5\nepochs:\n  x: 3\noptimizer.lr: 3\n"
+    )
     found = problems("train-drafter", path, ["lr=3", "novalue"], environ={"SPECCTL_TAGET": "x"})
     for start, rest in [
         (f"{path}:1: arch: ", "did you mean eagle3?"),

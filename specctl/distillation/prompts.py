@@ -185,7 +185,8 @@ def check_files(data: DataRecipe) -> None:
     """Check that every domain has its own prompts file, and that the file exists and has a prompt among its first
     lines.
 
-    Raises UsageError (one file for several domains, a data set without a name) or DataError (a file is missing or is not a file of prompts).
+    Raises UsageError (one file for several domains, a data set without a name) or DataError (a file is missing or is
+    not a file of prompts).
     """
     if data.prompts is None:
         return
