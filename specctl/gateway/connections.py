@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import sys
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
+import h11
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specctl.gateway.limits import LEFT
 from specctl.gateway.metrics import Meter
+from specctl.gateway.openai_errors import ApiError
 from specctl.recipe.serve import LimitsRecipe
 
 MOST_CONNECTIONS = 16384
@@ -163,6 +167,20 @@ class Connection(H11Protocol):
         self._stop_timer()
         self._unset_keepalive_if_required()
         self.table.closed(self)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer malformed HTTP with an error in OpenAI's form, and close the connection. uvicorn answers in plain
+        text, and calls this while it handles the parser's error."""
+        fault = sys.exc_info()[1]
+        reason = str(fault or msg).partition(":")[0]  # after the colon, h11 quotes the client's bytes
+        error = ApiError(f"malformed HTTP: {reason}", getattr(fault, "error_status_hint", 400), code="invalid_http")
+        headers = [*error.response.raw_headers, (b"connection", b"close")]
+        phrase = HTTPStatus(error.status).phrase.encode()
+        with suppress(h11.LocalProtocolError):  # an answer to this request has begun
+            head = self.conn.send(h11.Response(status_code=error.status, headers=headers, reason=phrase))
+            self.transport.write((head or b"") + (self.conn.send(h11.Data(bytes(error.response.body))) or b""))
+            self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
+        self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
         """No warning: the request is answered as if it asked for no upgrade."""

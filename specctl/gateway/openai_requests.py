@@ -3,7 +3,7 @@
 import secrets
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import from_json
 
 from specctl.decoding.sampling import Adjustment, Sampling
@@ -180,6 +180,7 @@ class TextsRequest(_Body):
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
+    _older_form: str | None = PrivateAttr(None)  # the field that was sent in place of `structured_outputs`
 
     @model_validator(mode="before")
     @classmethod
@@ -263,6 +264,10 @@ class TextsRequest(_Body):
         if form is None or form.type == "text":
             return None
         return {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+
+    def in_client_words(self, error: ApiError) -> ApiError:
+        """Return an error about the form of the answer with the name of the field that the client has sent."""
+        return with_form_name(error, self._older_form)
 
     @property
     def most_calls(self) -> int | None:
@@ -460,7 +465,20 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
         raise ApiError(f"the body is not valid JSON: {reason}", code="invalid_json") from None
     if not isinstance(document, dict):
         raise ApiError("the body must be a JSON object", code="invalid_json")
+    older = next((name for name in OLDER_FORMS if document.get(name) is not None), None)
     try:
-        return kind.model_validate(document)
-    except ValidationError as error:
-        raise of_validation(error) from None
+        asked = kind.model_validate(document)
+    except (ApiError, ValidationError) as error:
+        refused = of_validation(error) if isinstance(error, ValidationError) else error
+        raise with_form_name(refused, older) from None
+    asked._older_form = older
+    return asked
+
+
+def with_form_name(error: ApiError, older: str | None) -> ApiError:
+    """Return an error about `structured_outputs` in the words of a client that has sent the field `older` instead."""
+    if older is not None:
+        for name in (f"structured_outputs.{OLDER_FORMS[older]}", "structured_outputs"):
+            error.message = error.message.replace(name, older)
+            error.param = error.param and error.param.replace(name, older)
+    return error

@@ -67,7 +67,10 @@ class OwnEngine:
         asked: TextsRequest = openai_requests.parse(ChatRequest if chat else CompletionRequest, body)
         self._check_model(asked)
         prompts = await self._prompts(asked)
-        constraint = await self._constraint(asked)
+        try:
+            constraint = await self._constraint(asked)
+        except ApiError as error:
+            raise asked.in_client_words(error) from None
         channel = Channel()
         generations = self._generations(asked, prompts, constraint, channel)
         if isinstance(asked, CompletionRequest) and asked.echo:

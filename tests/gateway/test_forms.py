@@ -162,6 +162,12 @@ BAD = [
     ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_json", "another form"),
     ({"guided_choice": ["a"], "structured_outputs": {"regex": "a"}}, "guided_choice", "another form"),
     ({"guided_grammar": "x"}, "guided_grammar", "Unrecognized"),
+    ({"guided_regex": "("}, "guided_regex", "enforced"),
+    ({"guided_json": "{"}, "guided_json", "'guided_json' must be a JSON schema"),
+    ({"guided_json": {"type": "thing"}}, "guided_json", "enforced"),
+    ({"guided_json": 3}, "guided_json", "'guided_json"),
+    ({"guided_choice": []}, "guided_choice", "'guided_choice': List should have at least 1"),
+    ({"guided_regex": "a", "response_format": FORM}, "guided_regex", "'guided_regex' is not allowed with 'response"),
     ({"tools": SHORT, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", "a function of"),
     ({"tools": SHORT, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "a function of 'tools'"),
     ({"tool_choice": "required"}, "tool_choice", "only allowed with 'tools'"),
@@ -185,6 +191,7 @@ BAD += [
 def test_forms_that_cannot_be_enforced_are_refused(ask, fields, param, message):
     error = ask(**fields)
     assert error["param"].startswith(param) and message in error["message"], error
+    assert "structured_outputs" in fields or "structured_outputs" not in error["param"] + error["message"]
     assert "builtin" not in error["message"] and len(error["message"]) < 300
 
 

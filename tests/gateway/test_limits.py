@@ -273,6 +273,25 @@ def test_malformed_http_does_not_break_the_server(data, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("data", "status", "reason"),
+    [
+        (b"garbage\r\n\r\n", 400, "illegal request line"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"a" * 200_000, 431, "Receive buffer too long"),
+        (SMUGGLED["bad chunk"], 400, "illegal chunk header"),
+        (SMUGGLED["two CL"], 400, "conflicting Content-Length headers"),
+    ],
+)
+def test_malformed_http_gets_an_error_of_the_api(data, status, reason):
+    """It was plain text, at which clients that read JSON failed."""
+    with served(guard()) as address:
+        head, _, body = read_all(raw(address, data)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status) and b"content-type: application/json" in head
+    assert b"connection: close" in head.lower() and b"content-length: %d" % len(body) in head
+    error = {"message": f"malformed HTTP: {reason}", "type": "invalid_request_error", "param": None}
+    assert json.loads(body) == {"error": error | {"code": "invalid_http"}}
+
+
 def test_many_headers_do_not_block_other_clients(capfd):
     """100 kB of headers took 4.8 s of the event loop."""
     with served(guard()) as address:
