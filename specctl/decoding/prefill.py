@@ -110,20 +110,23 @@ def _stored(
     return whole
 
 
-def prefill_shared(model: Model, prompts: list[list[int]], cache: KVCache, slots: list[int]) -> Tensor:
+def prefill_shared(
+    model: Model, prompts: list[list[int]], cache: KVCache, slots: list[int]
+) -> tuple[Tensor, list[int]]:
     """Prefill without the full pages of common prefixes that are already cached, from earlier calls or from this one.
     Among prompts with the same beginning, the first runs before the others. Returns the logits [n, V] of each prompt's
-    last token, which always runs."""
+    last token, which always runs, and the number of tokens of each prompt that were cached."""
     names = [page_names(prompt[:-1]) for prompt in prompts]
     ahead = {own[0]: place for place, own in reversed([*enumerate(names)]) if own}
     first = [place for place, own in enumerate(names) if not own or ahead[own[0]] == place]
     others = [place for place in range(len(prompts)) if place not in first]
-    logits = []
+    logits, cached = [], [0] * len(prompts)
     for places in filter(None, (first, others)):
         starts = [cache.share(slots[place], names[place]) for place in places]
         texts = [prompts[place] for place in places]
         logits.append(prefill(model, texts, cache, (), [slots[place] for place in places], starts)[0])
-        for place in places:
+        for place, start in zip(places, starts, strict=True):
+            cached[place] = start
             cache.publish(slots[place], names[place])
     order = torch.tensor([*first, *others], device=model.device).argsort()
-    return torch.cat(logits)[order]
+    return torch.cat(logits)[order], cached

@@ -63,21 +63,23 @@ class PrefixCache:
     @torch.inference_mode()
     def prefill(
         self, target: Target, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...], slots: list[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Fill `slots` of the cache. Returns the logits [n, V] of each prompt's last token and the tapped states [n, P,
-        F], padded on the right.
+    ) -> tuple[Tensor, Tensor | None, list[int]]:
+        """Fill `slots` of the cache. Returns the logits [n, V] of each prompt's last token, the tapped states [n, P,
+        F], padded on the right, and the number of tokens of each prompt that were cached.
 
         Prompts run one at a time. Each starts after the longest prefix it shares with a cached text or an earlier
         prompt.
         """
         earlier: list[CachedText] = []
-        logits = []
+        logits, cached = [], []
         for prompt, slot in zip(prompts, slots, strict=True):
+            before = self.read
             last, text = self._prefill_one(target, prompt, cache, taps, slot, earlier)
             earlier.append(text)
             logits.append(last)
+            cached.append(len(prompt) - (self.read - before))
         tapped = [text.tapped for text in earlier if text.tapped is not None]
-        return torch.cat(logits), pad_sequence(tapped, batch_first=True) if tapped else None
+        return torch.cat(logits), pad_sequence(tapped, batch_first=True) if tapped else None, cached
 
     @torch.inference_mode()
     def read_ahead(self, target: Target, prompt: list[int], taps: tuple[int, ...], count: int) -> bool:

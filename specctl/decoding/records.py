@@ -72,7 +72,8 @@ class Sequence:
     """One sequence and its counts. `ids` are the committed tokens, prompt included; the last one is not yet cached.
 
     `accepted`, `rejections` and the by-depth lists count the draft tokens of rounds as committed (trimmed at the end of
-    the sequence). `offered_by_depth[d]` counts the rounds in which a draft token at depth d+1 was verified.
+    the sequence). `offered_by_depth[d]` counts the rounds in which a draft token at depth d+1 was verified. `cached`
+    counts the tokens of the prompt that were in a prefix cache.
     """
 
     index: int
@@ -85,6 +86,7 @@ class Sequence:
     error: Exception | None = None  # the reason, if `stop` is "failed"
     controller_begun: bool = False  # the controller's `begin` has run
     reported: int = 0  # tokens already reported in events, prompt included
+    cached: int = 0
     target_passes: int = 0
     accepted: int = 0
     rejections: int = 0

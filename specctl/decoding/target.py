@@ -248,7 +248,7 @@ class Target(TargetText):
         return prefill(self.model, prompts, cache, taps, slots, starts)
 
     @torch.inference_mode()
-    def prefill_shared(self, prompts: list[list[int]], cache: KVCache, slots: list[int]) -> Tensor:
+    def prefill_shared(self, prompts: list[list[int]], cache: KVCache, slots: list[int]) -> tuple[Tensor, list[int]]:
         """Run prompts that share the pages of common prefixes. Returns the logits [n, V] of each prompt's last token
         (see `prefill.prefill_shared`)."""
         return prefill_shared(self.model, prompts, cache, slots)

@@ -65,14 +65,16 @@ def first_tokens(
     `share`: the prompts share the pages of common prefixes. `prefix_cache`: cached texts of earlier calls.
     """
     texts = [state.rows[b] for b in slots]
-    prompts = [text.ids for text in texts]
+    prompts, cached = [text.ids for text in texts], [0] * len(texts)
     with threads.step_threads(target.row_flops * sum(map(len, prompts))):
         if share:
-            logits, tapped = target.prefill_shared(prompts, state.cache, slots), None
+            (logits, cached), tapped = target.prefill_shared(prompts, state.cache, slots), None
         elif prefix_cache is None:
             logits, _, tapped = target.prefill(prompts, state.cache, state.taps, slots)
         else:
-            logits, tapped = prefix_cache.prefill(target, prompts, state.cache, state.taps, slots)
+            logits, tapped, cached = prefix_cache.prefill(target, prompts, state.cache, state.taps, slots)
+    for text, count in zip(texts, cached, strict=True):
+        text.cached = count
     positions = torch.tensor([[len(prompt)] for prompt in prompts], device=logits.device)
     nothing = positions[:, :0]
     draws = state.draws.select(slots)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specctl import progress, threads
 from specctl.decoding.engine import Engine
@@ -85,6 +86,8 @@ class Generation:
         scores: log probabilities of the prompt, which come with the echo. Texts of one prompt share them.
         top_logprobs: number of likely tokens to report with each token, or None without log probabilities.
         unread: number of tokens of the prompt that are still to be read.
+        ahead: number of tokens of the prompt that were read before its prefill, in parts.
+        cached: number of tokens of the prompt that were in a prefix cache before any of it was read.
     """
 
     request: Request
@@ -97,6 +100,8 @@ class Generation:
     scores: PromptLogprobs | None = None
     top_logprobs: int | None = None
     unread: int = 0
+    ahead: int = 0
+    cached: int = 0
     tries: int = 0
     began: float = field(default_factory=time.perf_counter)
     before: float | None = None  # time of the latest part
@@ -150,7 +155,7 @@ class EngineThread:
         self._parts: list[tuple[Generation, TextPart]] = []
         self._threads, self._rows = ExitStack(), 0
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        engine.on_round, engine.on_prefill = self._on_round, self._logprobs.on_prefill
+        engine.on_round, engine.on_prefill = self._on_round, self._on_prefill
         meter.watch(lambda: len(engine.texts), lambda: max(0, len(self.open) - len(engine.texts)))
 
     def start(self) -> None:
@@ -246,6 +251,7 @@ class EngineThread:
             begun = [one for one in begun if one.request.prompt == first.request.prompt and one.scores is first.scores]
             if self._read_ahead(first):
                 first.unread -= PART
+                first.ahead += PART
                 return
         self._began = bool(begun)
         for generation in begun:
@@ -287,6 +293,7 @@ class EngineThread:
         if generation.echo is None:
             return True
         if scores is not None:
+            generation.ahead = len(generation.request.prompt)
             try:
                 scores.read(scores.unread)
                 if prefix_cache is not None and (text := scores.cached()) is not None:
@@ -344,6 +351,13 @@ class EngineThread:
         self._logprobs.forget(id)
         if generation.request.label is not None:
             self._by_query.pop(generation.request.label.query, None)
+
+    def _on_prefill(self, state: DecodeState, slots: list[int], logits: Tensor) -> None:
+        self._logprobs.on_prefill(state, slots, logits)
+        for row in [state.rows[slot] for slot in slots]:
+            generation = self._active.get(row.index)
+            if generation is not None and not generation.tokens:  # otherwise its own tokens are cached
+                generation.cached = max(0, row.cached - generation.ahead)
 
     def _on_round(self, state: DecodeState, result: RoundResult) -> None:
         if self._logprobs.wanted:

@@ -4,14 +4,14 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specctl.decoding.logprobs import TokenLogprob
 from specctl.decoding.records import Decoded
 from specctl.gateway import tool_calls
-from specctl.gateway.engine_thread import TextPart
+from specctl.gateway.engine_thread import Generation, TextPart
 from specctl.gateway.token_text import TokenTexts
 from specctl.gateway.tool_calls import HeldCalls
 
@@ -20,17 +20,19 @@ CALLED = "tool_calls"  # how an answer ends that calls tools
 
 @dataclass
 class Usage:
-    """Numbers of tokens of a request."""
+    """Numbers of tokens of a request. `first` holds the first text of every prompt."""
 
     prompt: int
     completion: int = 0
+    first: Sequence[Generation] = ()
 
     @property
-    def document(self) -> dict[str, int]:
+    def document(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": sum(one.cached for one in self.first)},
         }
 
 

@@ -76,7 +76,7 @@ class OwnEngine:
         if isinstance(asked, CompletionRequest) and asked.echo:
             await asyncio.get_running_loop().run_in_executor(self._tokenizing, self._echo, asked, generations)
         self._check_room(len(generations))
-        usage = Usage(sum(map(len, prompts)))
+        usage = Usage(sum(map(len, prompts)), first=generations[:: asked.n])
         self.meter.prompt_tokens.inc(usage.prompt)
         form = AnswerFormat(chat, self.name, self._token_texts, asked.alternatives, most_calls=asked.most_calls)
         form.tool_names = [tool["function"]["name"] for tool in asked.callable_tools]

@@ -252,9 +252,10 @@ def test_shared_prefixes_of_prompts_are_read_once(tiny, pages, monkeypatch, rows
     assert rows_read == [len(prompt) for prompt in prompts]
     rows_read.clear()
     pools = pages()
-    shared = []
+    shared, cached = [], {}
 
     def watch(engine):
+        cached.update({row.index: row.cached for row in engine.state.rows})
         held = [page for lease in engine.state.cache.leases if lease is not None for page in lease.pages]
         shared.append(len(held) - len({*held}))
         for row, lease in zip(engine.state.rows, engine.state.cache.leases, strict=True):
@@ -264,6 +265,7 @@ def test_shared_prefixes_of_prompts_are_read_once(tiny, pages, monkeypatch, rows
     assert texts(tiny, asked, watch, slots=3) == expected
     assert max(shared) > 0 and len(pools) == 1
     assert sorted(rows_read) == sorted([150, 42, 30, 64, 151, 22])  # and one forward pass of a single row
+    assert [cached[index] for index in range(7)] == [0, 128, 0, 64, 128, 0, 128]
     rows_read.clear()
     assert texts(tiny, asked[:1], watch) == {0: expected[0]} and rows_read == [22], "in a later call, too"
 

@@ -253,7 +253,39 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(target, lookup, make_ga
             assert "".join(one["text"] for one in parts) == choices[2 * index]["text"]
             told = [one for part in parts for one in part["logprobs"]["token_logprobs"]]
             assert told[1:] == pytest.approx(choices[2 * index]["logprobs"]["token_logprobs"][1:], abs=1e-3)
-    assert echoed.json()["usage"] == plain.json()["usage"]
+    assert usage_of(echoed.json()) == usage_of(plain.json())
+
+
+def usage_of(document):
+    """The usage without the tokens that were cached, of which later requests have more."""
+    return {key: value for key, value in document["usage"].items() if key != "prompt_tokens_details"}
+
+
+def cached_tokens(document):
+    return document["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize("part", [4, 64])
+def test_usage_tells_how_much_of_the_prompt_was_cached(make_gateway, monkeypatch, part):
+    """As with OpenAI and vLLM. Parts of a prompt that its own request has read do not count."""
+    monkeypatch.setattr(engine_thread, "PART", part)
+    gateway = make_gateway()
+    (first,) = gateway.ask(CHAT, chat())
+    count = first.json()["usage"]["prompt_tokens"]
+    assert count > 8 and cached_tokens(first.json()) == 0
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    again, other, streamed, several = [
+        gateway.ask(CHAT, body)[0]
+        for body in (chat(), chat("How?"), chat(stream=True, stream_options=options), chat(n=2))
+    ]
+    assert cached_tokens(again.json()) == cached_tokens(several.json()) == count - 1
+    assert 0 < cached_tokens(other.json()) < other.json()["usage"]["prompt_tokens"] - 1, "the chat template's beginning"
+    assert {cached_tokens(one) for one in pieces(streamed.text)[1:]} == {count - 1}
+    body = {"prompt": ["SELECT name FROM", "SELECT name"], "max_tokens": 1}
+    (two,) = gateway.ask(COMPLETIONS, body)
+    assert cached_tokens(two.json()) == 2, "the second prompt is the beginning of the first"
+    (scored,) = gateway.ask(COMPLETIONS, body | {"logprobs": 1, "echo": True})
+    assert cached_tokens(scored.json()) == 0, "log probabilities of a prompt need all of it"
 
 
 def test_an_echo_without_an_answer(make_gateway):
@@ -336,7 +368,7 @@ def test_several_answers_have_different_seeds(make_gateway):
     (streamed,) = gateway.ask(CHAT, chat(n=3, stream=True, stream_options={"include_usage": True}, **SAMPLED))
     documents = pieces(streamed.text)
     assert [joined(documents, index)[0] for index in range(3)] == [text_of(one) for one in alone]
-    assert documents[-1]["choices"] == [] and documents[-1]["usage"] == together.json()["usage"]
+    assert documents[-1]["choices"] == [] and usage_of(documents[-1]) == usage_of(together.json())
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
@@ -461,7 +493,9 @@ def test_the_openai_client_works(make_gateway):
         stream = client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
         parts = list(stream)
         assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == text
-        assert parts[-1].usage == whole.usage
+        usage = parts[-1].usage
+        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+        assert usage.model_copy(update={"prompt_tokens_details": whole.usage.prompt_tokens_details}) == whole.usage
         scored = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2, n=2, stop=[text[4:7]])
         assert [one.message.content for one in scored.choices] == [text[: text.index(text[4:7])]] * 2
         assert scored.choices[0].logprobs.content[0].top_logprobs[0].logprob <= 0

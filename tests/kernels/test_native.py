@@ -139,7 +139,7 @@ def test_a_prompt_has_the_same_bits_after_a_cached_prefix(instructions):
     logits, _, states = target.prefill([prompt], expected, taps)
     while prefix_cache.read_ahead(target, prompt, taps, 37):
         pass
-    last, tapped = prefix_cache.prefill(target, [prompt], store, taps, [0])
+    last, tapped, _ = prefix_cache.prefill(target, [prompt], store, taps, [0])
     assert prefix_cache.read == len(prompt) == 150
     assert torch.equal(last, logits) and torch.equal(tapped, states) and torch.equal(store.store, expected.store)
 

@@ -317,14 +317,14 @@ class _Unread(PrefixCache):
 
     def prefill(
         self, target: Target, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...], slots: list[int]
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, list[int]]:
         generator = torch.Generator().manual_seed(0)
         for prompt, slot in zip(prompts, slots, strict=True):
             rows = cache.first_rows(slot, len(prompt))
             cache.set_first_rows(slot, torch.empty_like(rows).normal_(generator=generator))
         features = torch.empty(len(prompts), max(map(len, prompts)), len(taps) * target.hidden_size, dtype=target.dtype)
         logits = torch.zeros(len(prompts), target.vocab_size, dtype=target.dtype)
-        return logits, features.normal_(generator=generator) if taps else None
+        return logits, features.normal_(generator=generator) if taps else None, [0] * len(prompts)
 
 
 def _texts(target: Target, head: CandidateDrafter | None, count: int, length: int) -> DecodeState:
