@@ -312,10 +312,13 @@ def backup(place: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a directory's entries, to disk (fsync)."""
+    """Flush a file, or a directory's entries, to disk (fsync). Some network file systems cannot flush directories."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

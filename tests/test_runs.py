@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -326,3 +327,20 @@ def test_an_unflushed_file_would_be_noticed(tmp_path, disk):
     (tmp_path / "draft").write_text("content")
     (tmp_path / "draft").rename(tmp_path / "place")
     assert disk == {tmp_path / "place": [tmp_path / "draft"]}
+
+
+@pytest.mark.parametrize(("number", "works"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
+def test_file_systems_that_cannot_flush_directories_are_used(tmp_path, monkeypatch, number, works):
+    """Some network file systems refuse it. A failing disk is an error."""
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if works:
+        write_file(tmp_path / "file")
+        assert (tmp_path / "file").read_text() == "content"
+        return
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write_file(tmp_path / "file")
