@@ -58,13 +58,16 @@ def check_target(recipe: ExportRecipe) -> None:
     """Check that the drafter fits its target, if that is on this machine. Raises CheckpointError."""
     from specctl.commands.export import facts_of
     from specctl.drafters import checkpoint
+    from specctl.formats import llamacpp
 
     made_for = checkpoint.read_json(recipe.source / checkpoint.CONFIG).get("target")
     if not isinstance(made_for, dict) or not isinstance(made_for.get("name"), str):
         return  # the run names the damaged file
     own = {} if "name" in recipe.target.model_fields_set else {"name": made_for["name"]}
     if checks.local_target(recipe.target.model_copy(update=own)) is not None:
-        facts_of(recipe.target, made_for)
+        facts = facts_of(recipe.target, made_for)
+        if recipe.to == "llama.cpp":
+            llamacpp.check_target(facts.name)
 
 
 def steps(recipe: ExportRecipe) -> list[str]:

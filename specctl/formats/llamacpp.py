@@ -82,14 +82,19 @@ UNREAD = ("fc_norm", "norm_output", eagle3.WINDOW, eagle3.COUNT)
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     """The GGUF file of a head. Raises CheckpointError if llama.cpp could not run it, or would draft differently."""
-    if not is_gguf(facts.name):
-        hint = "name the target's file: --target FILE.gguf; llama.cpp's convert_hf_to_gguf.py makes one of a directory"
-        raise CheckpointError(f"llama.cpp serves GGUF files, but the target is {facts.name}", hint)
+    check_target(facts.name)
     files = _eagle3(head, facts, tokens) if head.family == "eagle3" else _dflash(head, facts, tokens)
     rounded = {name: _rounded(tensor) for name, tensor in head.tensors.items()}
     if "mask_embedding" in rounded:  # a row of the embedding matrix
         rounded["mask_embedding"] = _rounded(head.tensors["mask_embedding"][None])[0]
     return replace(files, weights=WEIGHTS, pickles={}, held=replace(head, tensors=rounded))
+
+
+def check_target(name: str) -> None:
+    """Raise CheckpointError if llama.cpp cannot serve the target with this name."""
+    if not is_gguf(name):
+        hint = "name the target's file: --target FILE.gguf; llama.cpp's convert_hf_to_gguf.py makes one of a directory"
+        raise CheckpointError(f"llama.cpp serves GGUF files, but the target is {name}", hint)
 
 
 def _eagle3(head: Head, facts: TargetFacts, tokens: int) -> Files:
