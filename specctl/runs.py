@@ -134,9 +134,7 @@ class Run:
         """
         self._begin()
         if self._writes:
-            path = self.dir / "run.json"
-            known = regular_files.read_json(path) if path.exists() else {}
-            self._write_json("run.json", without_passwords(known | fields))
+            self._write_json("run.json", without_passwords(_about(self.dir) | fields))
 
     def metrics(self, **fields: Any) -> None:
         """Append one line to metrics.jsonl, with `elapsed_s`, the seconds since this process began."""
@@ -220,9 +218,8 @@ def check_same_command(directory: Path, command: str) -> None:
 
     A run of `command` could neither resume it nor replace it completely.
     """
-    try:
-        there = regular_files.read_json(directory / "run.json")["command"]
-    except (OSError, ValueError, KeyError, TypeError):
+    there = _about(directory).get("command")
+    if there is None:
         return  # no run, or one without the name of its command
     row = SUBCOMMANDS.get(command)
     if there not in (command, *((row.earlier, row.formerly) if row else ())):
@@ -230,12 +227,19 @@ def check_same_command(directory: Path, command: str) -> None:
         raise UsageError(f"{directory} holds a run of specctl {there}", hint)
 
 
+def _about(directory: Path) -> dict[str, Any]:
+    """The content of run.json in a directory, or nothing if the file is missing or damaged."""
+    try:
+        found = regular_files.read_json(directory / "run.json")
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def threads_of(directory: Path) -> int | None:
     """Return the number of threads of the run in a directory, or None if it is not recorded."""
-    try:
-        count = regular_files.read_json(directory / "run.json")["hardware"]["threads"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    hardware = _about(directory).get("hardware")
+    count = hardware.get("threads") if isinstance(hardware, dict) else None
     return count if type(count) is int and 0 < count <= MOST_THREADS else None
 
 

@@ -46,6 +46,16 @@ def test_a_read_only_file_system_names_the_requested_file(tmp_path, monkeypatch)
     assert caught.value.filename == str(tmp_path / "f")
 
 
+@pytest.mark.parametrize("damage", ["", "[]", "null"])
+def test_a_damaged_record_of_a_run_is_written_anew(tmp_path, damage):
+    """`--resume` ended in an unexpected error."""
+    run = runs.Run.create("eval", EvalRecipe(), tmp_path / "r")
+    run.annotate(target={"name": "builtin"})
+    (tmp_path / "r" / "run.json").write_text(damage)
+    run.annotate(seed=3)
+    assert json.loads((tmp_path / "r" / "run.json").read_text()) == {"seed": 3}
+
+
 def test_a_run_is_recorded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = runs.Run.create("eval", EvalRecipe())

@@ -127,11 +127,11 @@ def show(document: dict[str, Any]) -> Any:
         for row in document["drafters"]
     ]
     decided = document["decide_us_p50"]
-    texts, tokens = counted(document["requests"], "text"), counted(document["tokens"], "token")
     return Group(
         table(*[titles[name] for name in columns], *learned.values(), rows=rows),
-        f"{texts}, {tokens} in {document['seconds']:.0f} s, "
-        f"mat {cell(document['mat'])}" + (f", {decided / 1000:.2f} ms per choice" if decided is not None else ""),
+        f"{counted(document['requests'], 'text')}, {counted(document['tokens'], 'token')} "
+        f"in {document['seconds']:.0f} s, mat {cell(document['mat'])}"
+        + (f", {decided / 1000:.2f} ms per choice" if decided is not None else ""),
         *certain(document),
         *learnt("", document["learning"]),
         *(line for name, one in document["learning_by_drafter"].items() for line in learnt(name, one)),

@@ -209,6 +209,7 @@ def test_prompts(recipe: TrainRecipe) -> list[str]:
     for path in recipe.data_dirs:
         with suppress(OSError, ValueError):  # unfinished data has no card
             cards.append(regular_files.read_json(path / CARD))
+    cards = [card for card in cards if isinstance(card, dict)]
     sources = {source for card in cards for source in card.get("sources", ())}
     if sources <= {"auto", "generator", "public"} and DOMAINS.keys() >= set(recipe.data.domain):
         return []

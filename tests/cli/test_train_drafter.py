@@ -120,6 +120,8 @@ def test_the_result_ends_with_the_next_command(specctl, calls, distilled, tmp_pa
     (tmp_path / "distilled/sql/card.json").write_text('{"sources": ["mine.jsonl"], "excluded": "test.jsonl"}')
     done = specctl.ok("train-drafter", "--domain", "sql")
     assert " --domain sql --prompts test.jsonl --drafter " in done.out.splitlines()[-1]
+    (tmp_path / "distilled/sql/card.json").write_text("[]")  # damaged: the drafter was made, and then came a traceback
+    assert " --domain sql --drafter " in specctl.ok("train-drafter", "--domain", "sql").out.splitlines()[-1]
 
 
 def test_existing_data_is_used(specctl, calls, distilled, tmp_path):
