@@ -25,6 +25,7 @@ from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError
 from specctl.measuring.records import Stamp, check_same, chunk_file_name, chunk_files
 from specctl.recipe import LearningRecipe
 from specctl.runs import METRICS, Run, remove_leftovers, sha256, to_json
+from specctl.threads import counted
 from specctl.training import checkpoint
 from specctl.training.checkpoint import Count
 
@@ -202,7 +203,7 @@ class ResumableRun:
             hint = f"continue with --resume --output-dir {self.run.dir}"
             if stream.stdin:
                 hint += f", and send the prompts after the first {self.answered} again"
-            raise Interrupted(f"{stop.message} after {self.mark.number} chunks", hint=hint) from None
+            raise Interrupted(f"{stop.message} after {counted(self.mark.number, 'chunk')}", hint=hint) from None
 
     @property
     def answered(self) -> int:
@@ -320,5 +321,5 @@ class ResumableRun:
             raise SpecctlError(
                 f"cannot save to {self.run.dir}: {error.strerror or error}",
                 hint=f"free disk space and continue with --resume --output-dir {self.run.dir}: "
-                f"the state after {self._saved.number} chunks is saved",
+                f"the state after {counted(self._saved.number, 'chunk')} is saved",
             ) from error

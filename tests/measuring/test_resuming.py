@@ -131,11 +131,12 @@ def stop(monkeypatch):
     progress.interrupts.reset()
 
 
-@pytest.mark.parametrize(("turn", "done"), [pytest.param(1, 0, marks=pytest.mark.slow), (8, 3 + 1)])
+@pytest.mark.parametrize(("turn", "done"), [pytest.param(1, 0, marks=pytest.mark.slow), (3, 1), (8, 3 + 1)])
 def test_a_run_stopped_in_the_middle_of_a_chunk_resumes_exactly(tmp_path, make, tiny, whole, stopped, turn, done):
     """In the first chunk, and after a boundary in the second pass. The unfinished chunk is answered again."""
     told = stopped(turn, tmp_path / "run", make(**TWICE))
-    assert f"after {done} chunks" in told.message and f"--resume --output-dir {tmp_path}" in told.hint
+    assert told.message.endswith(f"after {done} chunk{'' if done == 1 else 's'}")
+    assert f"--resume --output-dir {tmp_path}" in told.hint
     assert len(lines(tmp_path / "run") if done else []) == done * len(ALGO)
     found, _ = again(tmp_path / "run", make(**TWICE), tiny)
     place, theirs = whole(**TWICE)
