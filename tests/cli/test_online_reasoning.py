@@ -150,7 +150,7 @@ def shown(modes, **fields) -> str:
 def test_the_table_says_when_no_answers_were_compared(modes, says):
     """Without answers of the mode `target`, the other modes have no answers to be compared with."""
     text = shown(modes)
-    assert says in text and "answers of the target" in text
+    assert says in text
     assert "right answers" not in text
     assert ("7 of 9 steps were cut: set reasoning.delimiter" in text) == ("target" in modes)
 

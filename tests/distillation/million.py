@@ -25,7 +25,7 @@ RESPONSE = 32  # tokens
 class Target:
     """A target with a tokenizer of words."""
 
-    context_length = 4096
+    context_length, longest_text = 4096, 409600
     device = torch.device("cpu")
     identity = {"name": "synthetic", "vocab_hash": "0"}  # noqa: RUF012
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))

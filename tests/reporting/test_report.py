@@ -16,7 +16,7 @@ from specctl.measuring.online_rows import LearnerRow
 from specctl.reporting import plots
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import online
-from specctl.reporting.commands.selection import BINS, Rounds, read
+from specctl.reporting.commands.selection import BINS, Rounds, read_rounds
 from specctl.reporting.contents import records
 from specctl.reporting.tables import headings
 from tests.reporting.conftest import eval_row, filled
@@ -190,7 +190,7 @@ def test_weights_belong_to_the_last_arms():
 def test_a_stopped_run_shows_its_plays(make_run):
     """Its weights have an order that no file names: `b` would get the weight of `a`."""
     rounds = [{"arm": arm, "weights": [0.9, 0.1]} for arm in "bba"]
-    found = read(RunRecord(make_run("s", "select", None, rounds=rounds), "select", {}, {}, ""))
+    found = read_rounds(RunRecord(make_run("s", "select", None, rounds=rounds), "select", {}, {}, ""))
     assert found.arms == ["b", "a"] and not found.has_weights
 
 
