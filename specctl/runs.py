@@ -288,9 +288,9 @@ def atomic_write(path: str | Path, content: bytes | str, permissions: int = 0o66
 
 
 def publish(draft: Path, place: Path) -> None:
-    """Move a complete file or directory from `draft` to `place`, in the same folder, and replace what is there.
+    """Move a complete file or directory from `draft` to `place`, in the same folder, and replace an old one.
 
-    All of it is on disk before it gets its name: otherwise a power loss could leave empty files under that name. No
+    The contents are on disk before they get this name: otherwise a power loss could leave empty files under it. No
     system call replaces a directory that has files, so the old one is renamed to its `backup` before.
     """
     directory, old = draft.is_dir(), backup(place)

@@ -284,7 +284,7 @@ def take_weights(drafter: Drafter, source: Drafter) -> bool:
 
 
 def _stored(tensor: Tensor) -> Tensor:
-    """The part of a tensor that has own memory: expanded dimensions are cut to one."""
+    """Cut the expanded dimensions of a tensor to one item."""
     for dim, step in enumerate(tensor.stride()):
         if step == 0:
             tensor = tensor.narrow(dim, 0, 1)

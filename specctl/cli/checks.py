@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LABEL = r"\w[\w.-]*"  # domains name directories
 PRODUCTS = {"train-drafter": "drafter", "import": "drafter", "export": "converted drafter"}
-"""Command → kind of the directory that it replaces as a whole."""
+"""Command → kind of the output directory. `--overwrite` replaces such a directory as a whole."""
 
 
 def check_data(data: DataRecipe) -> None:

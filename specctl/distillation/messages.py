@@ -289,7 +289,7 @@ def _check_plain(value: Any, what: str, depth: int = 0) -> None:
 
 
 class ContextExceeded(ValueError):
-    """A conversation does not fit the target's context. `unit`: what was counted."""
+    """A conversation does not fit the target's context. `unit`: tokens or characters."""
 
     def __init__(self, count: int, target: TargetText, unit: str = "tokens"):
         super().__init__(f"{count} {unit} do not fit the target's context of {target.context_length}")

@@ -163,7 +163,7 @@ class TargetFacts:
 
     @classmethod
     def of_config(cls, name: str, config: Any, vocab_size: int, **more: Any) -> TargetFacts:
-        """Facts of the target `name` with this configuration. `more`: facts that it does not have."""
+        """Facts of the target `name` with this configuration. `more`: facts that a configuration lacks."""
         text = config.get_text_config()
         return cls(
             name=name,

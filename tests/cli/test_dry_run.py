@@ -350,7 +350,7 @@ def test_a_drafter_of_another_target_is_refused(specctl, foreign, argv):
 
 
 def test_the_plan_tells_that_llama_cpp_needs_a_gguf_file(specctl, foreign):
-    """Only the export itself did, with the path of the built-in target and no way to make a file of it."""
+    """The plan of the built-in target passed, and the export failed without naming the conversion."""
     done = specctl("export", "own", "--to", "llama.cpp", "--dry-run")
     assert done.code == 4 and "llama.cpp serves GGUF files, but the target is " in done.err
     assert "--target FILE.gguf; llama.cpp's convert_hf_to_gguf.py makes one" in done.err

@@ -44,5 +44,5 @@ def target(shallow):
 
 @pytest.fixture
 def kept_rounds(monkeypatch):
-    """Live games keep their rounds, too, so that a test can look at them."""
+    """Live games keep their rounds, too, so that a test can read the rounds."""
     monkeypatch.setattr(Game, "keeps_log", True)

@@ -85,7 +85,7 @@ class Costs:
         return replace(self, rounds=rounds, text=max(self.text + further * self.slot, 0.0))
 
     def with_head(self, measured: Costs) -> Costs:
-        """These costs of rounds with the costs of a head, which were `measured` with it."""
+        """Costs with these rounds, and with the head's costs from `measured`."""
         heads = ("first", "level", "text_first", "text_level", "read")
         return replace(self, **{name: getattr(measured, name) for name in heads})
 

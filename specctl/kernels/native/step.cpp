@@ -241,8 +241,8 @@ const Input* as_input(const bf16* x, [[maybe_unused]] int64_t size) {
 }
 
 // Rows in groups of `group` values, a multiple of 16. Each thread has its own. The largest value of a group has the largest
-// code. The sums are of what the codes stand for, so that a weight's low adds no rounding of its own. A value that is not
-// finite makes its group's scale NaN.
+// code. Each sum adds the rounded values: the low of a weight must multiply the same values as its code. A value that is
+// not finite makes its group's scale NaN.
 template <class Code>
 Rows in_groups(const bf16* x, int64_t rows, int64_t inputs, int64_t group) {
   static thread_local std::vector<Code> codes;
