@@ -32,13 +32,13 @@ class NativeStep:
         self, library: ctypes.CDLL, layers: Sequence[Any], norm: RMSNorm | None, shape: LayerShape, int8: bool
     ):
         self.library = library
-        self.keepalive: list[object] = []
+        products = [_product(layer, name, int8) for layer in layers for name in PRODUCTS]
+        native.NativeProduct.gather(products)
+        self.keepalive: list[object] = [*products]
         self.layers = (native.StepLayer * len(layers))()
         for at, layer in zip(self.layers, layers, strict=True):
             for name in PRODUCTS:
-                product = _product(layer, name, int8)
-                self.keepalive.append(product)
-                setattr(at, name, product.weights)
+                setattr(at, name, _product(layer, name, int8).weights)
             for name in NORMS:
                 self._point(at, name, getattr(layer, name, None))
             at.table, at.window = getattr(layer, "table", 0), getattr(layer, "window", None) or 0

@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -26,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.kernels import cache
+from specctl.kernels import cache, pages
 
 SOURCE, VECTORS = (Path(__file__).with_name(name) for name in ("step.cpp", "vectors.h"))
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-mfma", "-mf16c")
@@ -37,6 +38,7 @@ VNNI = {"avx512_vnni": "-mavx512vnni", "avx_vnni": "-mavxvnni"}
 """Integer products for quantized weights, on some processors beside AVX-512 or AVX2: torch's name, and the flag."""
 TIMEOUT_S = 120.0
 LANES = 16  # outputs in a panel of packed weights
+ALIGNED = 64  # bytes of a line of the processor's cache
 BF16, INT8, GROUPS_OF_4, GROUPS_OF_8 = range(4)  # `Kind` of step.cpp
 
 
@@ -235,8 +237,8 @@ class GroupedWeights:
             products of two numbers, as in the scales of Q4_K: by 2⁻¹² of their size if they are above 6e-5.
         bits: 4 or 8, the bits of a code in memory.
 
-    A product rounds its inputs to codes of one byte for weights of 4 bits, and of two bytes for 8 bits, in the same
-    groups; the largest input of a group has the largest code. llama.cpp rounds to one byte for both.
+    A product rounds its inputs to codes of one byte in the same groups, as llama.cpp does. The largest input of a group
+    has the largest code.
     """
 
     codes: Tensor
@@ -271,7 +273,7 @@ class GroupedWeights:
         """The panels that step.cpp reads, as bytes: per panel and group, the scales, the lows and the codes."""
         outputs, inputs = self.codes.shape
         group_bytes = 4 * LANES + self.group * LANES * self.bits // 8
-        panels = torch.zeros(-(-outputs // LANES) * (inputs // self.group) * group_bytes, dtype=torch.uint8)
+        panels = pages.zeros(-(-outputs // LANES) * (inputs // self.group) * group_bytes)
         parts = [part.contiguous() for part in (self.codes, self.scale, self.low)]
         found.specctl_pack_groups(
             *(part.data_ptr() for part in parts), outputs, inputs, self.group, self.bits, panels.data_ptr()
@@ -284,7 +286,8 @@ class NativeProduct:
 
     Attributes:
         weights: W in panels of 16 outputs, as C++ reads it.
-        nbytes: bytes of the panels.
+        panels: the bytes of these panels.
+        gathered: they lie in a memory that products share.
     """
 
     def __init__(self, weight: Tensor | GroupedWeights, bias: Tensor | None, found: ctypes.CDLL, int8: bool = False):
@@ -303,15 +306,17 @@ class NativeProduct:
                 wide = weight.float()
                 scale = (wide.abs().amax(1) / 127).clamp_min(1e-12)
                 weight = (wide / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-            packed = weight.new_empty(-(-self.outputs // LANES) * LANES * self.inputs)
+            packed = pages.zeros(-(-self.outputs // LANES) * LANES * self.inputs * weight.itemsize)
             pack = found.specctl_pack_int8 if int8 else found.specctl_pack
             pack(weight.data_ptr(), self.outputs, self.inputs, packed.data_ptr())
         # padded to whole panels
         rest = -self.outputs % LANES
-        padded = (None if x is None else F.pad(x.float(), (0, rest)) for x in (scale, bias))
-        self.nbytes = packed.nbytes
-        self._held = packed, *padded  # keeps alive the memory that `weights` points to
-        self.weights = Weights(*(None if tensor is None else tensor.data_ptr() for tensor in self._held), kind, group)
+        padded = [None if x is None else F.pad(x.float(), (0, rest)) for x in (scale, bias)]
+        self.panels, self.gathered = packed, False
+        self._held = padded  # keeps alive the memory that `weights` points to
+        self.weights = Weights(
+            *(None if tensor is None else tensor.data_ptr() for tensor in (packed, *padded)), kind, group
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -321,6 +326,17 @@ class NativeProduct:
             self.weights, x.data_ptr(), rows, self.outputs, self.inputs, y.data_ptr(), torch.get_num_threads()
         )
         return y
+
+    @staticmethod
+    def gather(products: Sequence["NativeProduct"]) -> None:
+        """Move the panels of small products together into huge pages, each product once. Copy `weights` afterwards."""
+        moved = [one for one in products if not one.gathered and one.panels.nbytes < pages.SMALLEST]
+        starts = [0, *itertools.accumulate(-(-product.panels.nbytes // ALIGNED) * ALIGNED for product in moved)]
+        memory = pages.zeros(starts[-1])
+        for product, start in zip(moved, starts, strict=False):
+            to = memory[start : start + product.panels.nbytes]
+            product.panels = to.copy_(product.panels)
+            product.weights.panels, product.gathered = to.data_ptr(), True
 
     def candidates(self, x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the products of x [N, I] bf16 as logits [N, O] fp32, with their top candidates as in `expand_topk`.
@@ -339,7 +355,7 @@ class NativeProduct:
 
 
 def in_bytes(x: Tensor, group: int) -> Tensor:
-    """x [N, I] in fp32 as products with weights of 4 bits read it: in each group, rounded to multiples of 1/127 of the
+    """x [N, I] in fp32 as products with quantized weights read it: in each group, rounded to multiples of 1/127 of the
     largest value."""
     groups = x.float().unflatten(1, (-1, group))
     top = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30)
@@ -360,7 +376,7 @@ def _agrees(found: ctypes.CDLL) -> bool:
         call = NativeProduct(held, bias, found)
         whole, alone = call(x), torch.cat([call(row) for row in x.split(1)])
         dense = held.float() if isinstance(held, Tensor) else held.dequantized()
-        exact = F.linear(in_bytes(x, four.group) if held is four else x.float(), dense, bias.float())
+        exact = F.linear(x.float() if isinstance(held, Tensor) else in_bytes(x, held.group), dense, bias.float())
         if not (torch.equal(whole, alone) and torch.allclose(whole.float(), exact, rtol=2**-7, atol=1e-2)):
             return False
     return True

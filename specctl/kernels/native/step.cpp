@@ -20,17 +20,16 @@ namespace {
 constexpr int SHARED = 4;  // query heads that read a key together
 constexpr int SOON = 512;  // bytes between the weights that are multiplied and the weights that enter the first cache
 
-// Panels of a tile, and the most rows of a tile of P panels. A tile of more than `TOGETHER` rows multiplies one panel after
-// the other, so that the sums fill the registers. Weights in groups have further sums, in memory between two groups.
-// Attention reads `KEYS` keys, and `VALUES` registers of a value, at a time. Loops over sums are unrolled: otherwise
-// compilers put the sums into memory.
+// Panels of a tile, and the most rows of a tile of P panels. A tile multiplies `together` panels before the next ones, so
+// that the sums fill the registers. Attention reads `KEYS` keys, and `VALUES` registers of a value, at a time. Loops over
+// sums are unrolled: otherwise compilers put the sums into memory.
 #if defined(__AVX512F__)
-constexpr int PANELS = 4, MOST[] = {0, 6, 6, 0, 6}, MOST_GROUPED[] = {0, 6, 6, 0, 8};
-constexpr int TOGETHER = 6, TOGETHER_GROUPED = 3;
+constexpr int PANELS = 4, MOST[] = {0, 6, 6, 0, 6}, MOST_GROUPED[] = {0, 6, 6, 0, 6};
+constexpr int together(bool grouped, int rows, int panels) { return grouped && rows > 5 && panels > 2 ? 2 : panels; }
 constexpr int KEYS = 16, VALUES = 2;
 #else
 constexpr int PANELS = 2, MOST[] = {0, 5, 5}, MOST_GROUPED[] = {0, 6, 6};
-constexpr int TOGETHER = 1, TOGETHER_GROUPED = 1;
+constexpr int together(bool, int rows, int panels) { return rows > 1 ? 1 : panels; }
 constexpr int KEYS = 4, VALUES = 1;
 #endif
 
@@ -104,8 +103,9 @@ class Put {
 // Rows that a product reads: as `Input`, or in groups of inputs, x ≈ scale · code, with the sum of each group.
 struct Rows {
   const Input* values;         // [rows, inputs]
-  const void* codes;           // [groups, rows, group]
+  const int8_t* codes;         // [groups, rows, group]
   const float *scales, *sums;  // [groups, rows]
+  const int32_t* code_sums;    // [groups, rows]
   int64_t inputs, group, rows;
 };
 
@@ -114,6 +114,7 @@ struct Rows {
 template <class W, int R, int P>
 inline void multiply(const char* const* panels, const char* const* ahead, int64_t at, const typename W::Value* x,
                      int64_t stride, int64_t inputs, typename W::Sum (&sum)[R][P]) {
+#pragma GCC unroll 4
   for (int64_t k = 0; k < inputs; k += W::INPUTS, at += W::BYTES) {
     for (int p = 0; p < P; p++) {
       _mm_prefetch(panels[p] + at + SOON, _MM_HINT_T0);
@@ -134,45 +135,56 @@ inline void multiply(const char* const* panels, const char* const* ahead, int64_
   }
 }
 
+// total[r][t] = the products of R rows from `row` on and T panels.
+template <class W, int R, int T>
+inline void totals_of(const char* const* panels, const char* const* ahead, const Rows& x, int64_t row,
+                      Vec (&total)[R][T]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < T; t++) total[r][t] = broadcast(0.f);
+  if constexpr (!W::GROUPED) {
+    multiply<W>(panels, ahead, 0, x.values + row * x.inputs, x.inputs, x.inputs, total);
+  } else {
+    int64_t offset = 0;
+    for (int64_t at = row; at < x.inputs / x.group * x.rows; at += x.rows, offset += W::group_bytes(x.group)) {
+      // Sums of codes are exact integers; the scales and the low of a group follow.
+      Ints sum[R][T];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) sum[r][t] = W::start(x.code_sums[at + r]);
+      const int8_t* codes = x.codes + at * x.group;
+      if (x.group == 32)
+        multiply<W>(panels, ahead, offset + W::HEADER, codes, 32, 32, sum);
+      else
+        multiply<W>(panels, ahead, offset + W::HEADER, codes, 16, 16, sum);
+#pragma GCC unroll 4
+      for (int t = 0; t < T; t++) {
+        const char* header = panels[t] + offset;
+        Vec scale, low;
+        if (W::HEADER) scale = load_fp16(header), low = load_fp16(header + W::HEADER / 2);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const Vec factor = broadcast(x.scales[at + r]);
+          if (W::HEADER) total[r][t] = fma(low, broadcast(x.sums[at + r]), total[r][t]);
+          total[r][t] = fma(W::HEADER ? scale * factor : factor, W::total(sum[r][t]), total[r][t]);
+        }
+      }
+    }
+  }
+}
+
 // R rows from `row` on, for P panels from `panel` on.
 template <class W, int R, int P>
 void tile(const char* const* panels, const char* const* ahead, const Rows& x, int64_t row, int64_t panel,
           const Put& put) {
-  constexpr int T = R > (W::GROUPED ? TOGETHER_GROUPED : TOGETHER) ? 1 : P;  // panels that are multiplied together
-  const int64_t groups = W::GROUPED ? x.inputs / x.group : 1;
+  constexpr int T = together(W::GROUPED, R, P);
   Vec all[R][P];
-  for (int r = 0; r < R; r++)
-    for (int p = 0; p < P; p++) all[r][p] = broadcast(0.f);
-  for (int64_t g = 0; g < groups; g++)
-    for (int p = 0; p < P; p += T) {
-      typename W::Sum sum[R][T];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++)
-        for (int t = 0; t < T; t++) sum[r][t] = W::zero();
-      if constexpr (!W::GROUPED) {
-        multiply<W>(panels + p, ahead + p, 0, x.values + row * x.inputs, x.inputs, x.inputs, sum);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-          for (int t = 0; t < T; t++) all[r][p + t] = sum[r][t];
-      } else {
-        // Sums of codes are exact integers; the scales and the low of a group follow.
-        const int64_t at = g * x.rows + row, offset = g * W::group_bytes(x.group);
-        const auto* codes = (const typename W::Value*)x.codes + at * x.group;
-        multiply<W>(panels + p, ahead + p, offset + W::HEADER, codes, x.group, x.group, sum);
-        for (int t = 0; t < T; t++) {
-          const char* header = panels[p + t] + offset;
-          Vec scale, low;
-          if (W::HEADER) scale = load_fp16(header), low = load_fp16(header + W::HEADER / 2);
-#pragma GCC unroll 8
-          for (int r = 0; r < R; r++) {
-            const Vec factor = broadcast(x.scales[at + r]);
-            Vec& total = all[r][p + t];
-            if (W::HEADER) total = fma(low, broadcast(x.sums[at + r]), total);
-            total = fma(W::HEADER ? scale * factor : factor, W::total(sum[r][t]), total);
-          }
-        }
-      }
-    }
+  for (int p = 0; p < P; p += T) {
+    Vec total[R][T];
+    totals_of<W>(panels + p, ahead + p, x, row, total);
+    for (int r = 0; r < R; r++)
+      for (int t = 0; t < T; t++) all[r][p + t] = total[r][t];
+  }
   for (int r = 0; r < R; r++) put(row + r, panel, all[r], P);
 }
 
@@ -240,62 +252,72 @@ const Input* as_input(const bf16* x, [[maybe_unused]] int64_t size) {
 #endif
 }
 
-// Rows in groups of `group` values, a multiple of 16. Each thread has its own. The largest value of a group has the largest
-// code. Each sum adds the rounded values: the low of a weight must multiply the same values as its code. A value that is
-// not finite makes its group's scale NaN.
-template <class Code>
-Rows in_groups(const bf16* x, int64_t rows, int64_t inputs, int64_t group) {
-  static thread_local std::vector<Code> codes;
-  static thread_local std::vector<float> scales, sums;
-  constexpr float largest = std::numeric_limits<Code>::max();
-  const int64_t groups = inputs / group;
-  codes.resize(std::max<size_t>(rows * inputs, codes.size()));
-  scales.resize(std::max<size_t>(rows * groups, scales.size()));
-  sums.resize(std::max<size_t>(rows * groups, sums.size()));
-  for (int64_t row = 0; row < rows; row++)
-    for (int64_t g = 0; g < groups; g++, x += group) {
-      Vec highest = broadcast(0.f), sum = broadcast(0.f);
-      for (int64_t i = 0; i < group; i += LANES) {
-        const Vec value = widen(x + i);
-        highest = most(highest, most(value, broadcast(0.f) - value));
+// The inputs of a product with weights in groups, as codes. All threads share it: each writes a part, and reads all after a
+// barrier.
+class Codes {
+  std::vector<int8_t> codes;
+  std::vector<float> scales, sums;
+  std::vector<int32_t> code_sums;
+
+ public:
+  void resize(int64_t rows, int64_t inputs) {
+    codes.resize(std::max<size_t>(rows * inputs, codes.size()));
+    const size_t groups = rows * inputs / LANES;  // the smallest groups have 16 inputs
+    scales.resize(std::max(groups, scales.size()));
+    sums.resize(std::max(groups, sums.size()));
+    code_sums.resize(std::max(groups, code_sums.size()));
+  }
+
+  // Writes some rows and inputs of x [rows, inputs]; the inputs are whole groups. The largest value of a group has the
+  // largest code. Each sum adds the rounded values: the low of a weight must multiply the same values as its code. A value
+  // that is not finite makes its group's scale NaN.
+  void write(const Weights& w, const bf16* x, int64_t rows, int64_t inputs, Range some_rows, Range some_inputs) {
+    if (w.kind == BF16) return;
+    constexpr float largest = std::numeric_limits<int8_t>::max();
+    for (int64_t row = some_rows.first; row < some_rows.last; row++)
+      for (int64_t first = some_inputs.first; first < some_inputs.last; first += w.group) {
+        const bf16* values = x + row * inputs + first;
+        const int64_t at = first / w.group * rows + row;
+        Vec highest = broadcast(0.f), sum = broadcast(0.f);
+        for (int64_t i = 0; i < w.group; i += LANES) {
+          const Vec value = widen(values + i);
+          highest = most(highest, most(value, broadcast(0.f) - value));
+        }
+        const float top = reduce_max(highest);
+        const Vec factor = broadcast(top > 1e-30f ? largest / top : 0.f);  // never infinite
+        for (int64_t i = 0; i < w.group; i += LANES) {
+          const Vec code = nearest(widen(values + i) * factor);
+          sum = sum + code;
+          to_codes(codes.data() + at * w.group + i, code);
+        }
+        const float total = reduce_add(sum);
+        scales[at] = top / largest + 0.f * total, sums[at] = scales[at] * total;
+        code_sums[at] = total == total ? int32_t(total) : 0;
       }
-      const int64_t at = g * rows + row;
-      const float top = reduce_max(highest);
-      const Vec factor = broadcast(top > 1e-30f ? largest / top : 0.f);  // never infinite
-      for (int64_t i = 0; i < group; i += LANES) {
-        const Vec code = nearest(widen(x + i) * factor);
-        sum = sum + code;
-        to_codes(codes.data() + at * group + i, code);
-      }
-      const float total = reduce_add(sum);
-      scales[at] = top / largest + 0.f * total, sums[at] = scales[at] * total;
-    }
-  return {nullptr, codes.data(), scales.data(), sums.data(), inputs, group, rows};
-}
+  }
+
+  Rows rows(const Weights& w, const bf16* x, int64_t rows, int64_t inputs) const {
+    if (w.kind == BF16) return {as_input(x, rows * inputs), nullptr, nullptr, nullptr, nullptr, inputs, 0, rows};
+    return {nullptr, codes.data(), scales.data(), sums.data(), code_sums.data(), inputs, w.group, rows};
+  }
+};
 
 template <class W>
-void product_of(const Weights& w, const bf16* x, int64_t rows, int64_t inputs, Range range, int64_t half,
-                const Put& put) {
-  const Order order{(const char*)w.panels, W::panel_bytes(inputs, w.group), half};
-  Rows read;
-  if constexpr (W::GROUPED)
-    read = in_groups<typename W::Value>(x, rows, inputs, w.group);
-  else
-    read = {as_input(x, rows * inputs), nullptr, nullptr, nullptr, inputs, 0, rows};
+void product_of(const Weights& w, const Rows& x, Range range, int64_t half, const Put& put) {
+  const Order order{(const char*)w.panels, W::panel_bytes(x.inputs, w.group), half};
   int64_t panel = range.first;
-  if constexpr (PANELS > 2) panels_by<W, PANELS>(order, read, rows, panel, range.last, put);
-  panels_by<W, 2>(order, read, rows, panel, range.last, put);
-  panels_by<W, 1>(order, read, rows, panel, range.last, put);
+  if constexpr (PANELS > 2) panels_by<W, PANELS>(order, x, x.rows, panel, range.last, put);
+  panels_by<W, 2>(order, x, x.rows, panel, range.last, put);
+  panels_by<W, 1>(order, x, x.rows, panel, range.last, put);
 }
 
 // x Wᵀ for a range of panels in the order of `Order`.
-void product(const Weights& w, const bf16* x, int64_t rows, int64_t inputs, Range range, const Put& put,
-             int64_t half = 0) {
+void product(const Weights& w, const Rows& x, Range range, const Put& put, int64_t half = 0) {
   switch (w.kind) {
-    case BF16: return product_of<Bf16Weights>(w, x, rows, inputs, range, half, put);
-    case INT8: return product_of<Int8Weights>(w, x, rows, inputs, range, half, put);
-    case GROUPS_OF_4: return product_of<GroupsOf4>(w, x, rows, inputs, range, half, put);
-    case GROUPS_OF_8: return product_of<GroupsOf8>(w, x, rows, inputs, range, half, put);
+    case BF16: return product_of<Bf16Weights>(w, x, range, half, put);
+    case INT8: return product_of<Int8Weights>(w, x, range, half, put);
+    case GROUPS_OF_4: return product_of<GroupsOf4>(w, x, range, half, put);
+    case GROUPS_OF_8: return product_of<GroupsOf8>(w, x, range, half, put);
   }
 }
 
@@ -413,6 +435,7 @@ struct Lists {
 struct Scratch {
   std::vector<bf16> qkv, attended, inner;
   std::vector<float> scores, delta;
+  Codes codes, inner_codes;  // of the inputs of qkv, o and gate_up, and of those of down
   Lists lists;
 };
 
@@ -493,15 +516,16 @@ int64_t inverse_cdf(const float* weight, int64_t size, double& threshold) {
   return last;
 }
 
-template <class T>
+// SIDE inputs of an output lie side by side.
+template <int SIDE, class T>
 void pack(const T* w, int64_t outputs, int64_t inputs, T* out) {
 #pragma omp parallel for
   for (int64_t panel = 0; panel < (outputs + LANES - 1) / LANES; panel++)
-    for (int64_t k = 0; k < inputs; k += 2)
+    for (int64_t k = 0; k < inputs; k += SIDE)
       for (int64_t lane = 0; lane < LANES; lane++)
-        for (int64_t i = 0; i < 2; i++) {
+        for (int64_t i = 0; i < SIDE; i++) {
           const int64_t o = panel * LANES + lane;
-          out[((panel * inputs + k) * LANES) + 2 * lane + i] = o < outputs ? w[o * inputs + k + i] : T(0);
+          out[((panel * inputs + k) * LANES) + SIDE * lane + i] = o < outputs ? w[o * inputs + k + i] : T(0);
         }
 }
 
@@ -510,10 +534,10 @@ void pack(const T* w, int64_t outputs, int64_t inputs, T* out) {
 extern "C" {
 
 // W [outputs, inputs] in panels. `out` has room for the outputs rounded up to a multiple of 16.
-void specctl_pack(const bf16* w, int64_t outputs, int64_t inputs, bf16* out) { pack(w, outputs, inputs, out); }
+void specctl_pack(const bf16* w, int64_t outputs, int64_t inputs, bf16* out) { pack<2>(w, outputs, inputs, out); }
 
 void specctl_pack_int8(const int8_t* w, int64_t outputs, int64_t inputs, int8_t* out) {
-  pack(w, outputs, inputs, out);
+  pack<4>(w, outputs, inputs, out);
 }
 
 // Codes [outputs, inputs] with their scales and lows [outputs, inputs / group] in panels. `out` is zero at first.
@@ -532,7 +556,7 @@ void specctl_pack_groups(const int8_t* codes, const float* scale, const float* l
         at += header;
         for (int64_t k = 0; k < group; k++)
           if (bits == 8)
-            at[k / 2 * 2 * LANES + lane * 2 + k % 2] = from[k];
+            at[k / 4 * 4 * LANES + lane * 4 + k % 4] = from[k];
           else
             at[k / 8 * 4 * LANES + lane * 4 + k % 4] |= char(from[k] << k % 8 / 4 * 4);
       }
@@ -541,10 +565,16 @@ void specctl_pack_groups(const int8_t* codes, const float* scale, const float* l
 // y [rows, outputs] = x [rows, inputs] Wᵀ + bias.
 void specctl_product(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, bf16* y,
                      int64_t threads) {
+  static thread_local Codes own;
+  Codes& codes = own;  // of the calling thread, for all threads
+  codes.resize(rows, inputs);
 #pragma omp parallel num_threads(threads)
   {
-    const Range range = share((outputs + LANES - 1) / LANES, omp_get_thread_num(), omp_get_num_threads());
-    product(w, x, rows, inputs, range, [&](int64_t row, int64_t panel, const Vec* sums, int panels) {
+    const int64_t team = omp_get_num_threads(), thread = omp_get_thread_num();
+    codes.write(w, x, rows, inputs, share(rows, thread, team), {0, inputs});
+#pragma omp barrier
+    const Range range = share((outputs + LANES - 1) / LANES, thread, team);
+    product(w, codes.rows(w, x, rows, inputs), range, [&](int64_t row, int64_t panel, const Vec* sums, int panels) {
       for (int p = 0; p < panels; p++) {
         alignas(32) bf16 all[LANES];
         narrow(all, scaled(sums[p], w, panel + p));
@@ -558,10 +588,15 @@ void specctl_product(const Weights& w, const bf16* x, int64_t rows, int64_t outp
 // The same product in fp32, `logits`, and of each row the `count` largest log probabilities and their places.
 void specctl_candidates(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, float* logits,
                         int64_t count, float* gains, int64_t* index, int64_t threads) {
+  static thread_local Codes own;
+  Codes& codes = own;
+  codes.resize(rows, inputs);
 #pragma omp parallel num_threads(threads)
   {
     const int64_t team = omp_get_num_threads(), thread = omp_get_thread_num();
-    product(w, x, rows, inputs, share((outputs + LANES - 1) / LANES, thread, team),
+    codes.write(w, x, rows, inputs, share(rows, thread, team), {0, inputs});
+#pragma omp barrier
+    product(w, codes.rows(w, x, rows, inputs), share((outputs + LANES - 1) / LANES, thread, team),
             [&](int64_t row, int64_t panel, const Vec* sums, int panels) {
               for (int p = 0; p < panels; p++) {
                 float values[LANES];
@@ -627,11 +662,14 @@ void specctl_forward(const Model& m, const Call& c) {
   scratch.qkv.resize(rows * width);
   scratch.attended.resize(rows * m.heads * m.dim);
   scratch.inner.resize(rows * m.inner);
+  scratch.codes.resize(rows, std::max({m.inputs, m.hidden, m.heads * m.dim}));
+  scratch.inner_codes.resize(rows, m.inner);
   scratch.scores.resize(c.threads * SHARED * wide);
   bf16 *qkv = scratch.qkv.data(), *attended = scratch.attended.data(), *inner = scratch.inner.data(), *y = c.y;
   if (m.layer[0].o_norm) scratch.delta.resize(rows * m.hidden);
   float *x = c.x, *scores = scratch.scores.data(), *delta = scratch.delta.data();
   const Lists& lists = scratch.lists;
+  Codes &codes = scratch.codes, &inner_codes = scratch.inner_codes;
   // Adds a product to the stream. If it has a norm, `add_normed` does so.
   const auto added = [&](const Weights& w, const float* own_norm) {
     return [=, &w](int64_t row, int64_t panel, const Vec* sums, int count) {
@@ -647,7 +685,8 @@ void specctl_forward(const Model& m, const Call& c) {
     // Shares are by thread number; a team that is smaller than asked for still does all of them.
     const int64_t team = omp_get_num_threads(), thread = omp_get_thread_num();
     const auto mine = [&](int64_t count) { return share(count, thread, team); };
-    const auto normed = [&](const float* weight) {
+    // The norm of the stream, as the input of `next` if that is given.
+    const auto normed = [&](const float* weight, const Weights* next) {
       const Range range = mine(rows);
       for (int64_t n = range.first; n < range.last; n++) {
         const float* row = x + n * m.hidden;
@@ -655,6 +694,7 @@ void specctl_forward(const Model& m, const Call& c) {
         norm([&](int64_t i) { return load(row + i); }, weight, m.hidden, m.eps,
              [&](int64_t i, Vec value) { narrow(out + i, value); });
       }
+      if (next) codes.write(*next, y, rows, m.hidden, range, {0, m.hidden});
     };
     const auto add_normed = [&](const float* weight) {
       const Range range = weight ? mine(rows) : Range{0, 0};
@@ -670,12 +710,16 @@ void specctl_forward(const Model& m, const Call& c) {
         for (int64_t i = range.first * m.hidden; i < range.last * m.hidden; i += LANES) narrow(out + i, load(x + i));
     };
     tapped(0);
-    if (!c.entered) normed(m.layer[0].input_norm);
+    if (c.entered)
+      codes.write(m.layer[0].qkv, c.entered, rows, m.inputs, mine(rows), {0, m.inputs});
+    else
+      normed(m.layer[0].input_norm, &m.layer[0].qkv);
 #pragma omp barrier
     for (int64_t l = 0; l < m.layers; l++) {
       const Layer& layer = m.layer[l];
       const bool first = l == 0 && c.entered;
-      product(layer.qkv, first ? c.entered : y, rows, first ? m.inputs : m.hidden, mine(width / LANES),
+      const bf16* in = first ? c.entered : y;
+      product(layer.qkv, codes.rows(layer.qkv, in, rows, first ? m.inputs : m.hidden), mine(width / LANES),
               [&](int64_t row, int64_t panel, const Vec* sums, int count) {
                 bf16* at = qkv + row * width + panel * LANES;
                 for (int p = 0; p < count; p++) narrow(at + p * LANES, scaled(sums[p], layer.qkv, panel + p));
@@ -719,17 +763,21 @@ void specctl_forward(const Model& m, const Call& c) {
             case 4: run(attend<4>); break;
           }
         }
+        const Range heads = {kv * group * m.dim, (kv + 1) * group * m.dim};
+        codes.write(layer.o, attended, rows, m.heads * m.dim, {n, n + 1}, heads);
       }
 #pragma omp barrier
-      product(layer.o, attended, rows, m.heads * m.dim, mine(m.hidden / LANES), added(layer.o, layer.o_norm));
+      product(layer.o, codes.rows(layer.o, attended, rows, m.heads * m.dim), mine(m.hidden / LANES),
+              added(layer.o, layer.o_norm));
 #pragma omp barrier
       add_normed(layer.o_norm);
-      normed(layer.post_norm);
+      normed(layer.post_norm, &layer.gate_up);
 #pragma omp barrier
       const int64_t ups = m.inner / LANES;  // the panels of `up` follow those of `gate`
-      const Range gates = mine(ups);
+      const int64_t whole = layer.down.kind == BF16 ? 1 : layer.down.group / LANES;  // panels of a group of down's inputs
+      const Range groups = mine(ups / whole), gates = {groups.first * whole, groups.last * whole};
       product(
-          layer.gate_up, y, rows, m.hidden, {2 * gates.first, 2 * gates.last},
+          layer.gate_up, codes.rows(layer.gate_up, y, rows, m.hidden), {2 * gates.first, 2 * gates.last},
           [&](int64_t row, int64_t panel, const Vec* sums, int count) {
             for (int p = 0; p < count; p += 2) {
               const int64_t at = (panel + p) / 2;
@@ -741,13 +789,18 @@ void specctl_forward(const Model& m, const Call& c) {
             }
           },
           ups);
+      inner_codes.write(layer.down, inner, rows, m.inner, {0, rows}, {gates.first * LANES, gates.last * LANES});
 #pragma omp barrier
-      product(layer.down, inner, rows, m.inner, mine(m.hidden / LANES), added(layer.down, layer.down_norm));
+      product(layer.down, inner_codes.rows(layer.down, inner, rows, m.inner), mine(m.hidden / LANES),
+              added(layer.down, layer.down_norm));
 #pragma omp barrier
       add_normed(layer.down_norm);
-      if (l + 1 < m.layers) tapped(l + 1);
-      const float* norm_weight = l + 1 < m.layers ? m.layer[l + 1].input_norm : m.final_norm;
-      if (norm_weight) normed(norm_weight);
+      if (l + 1 < m.layers) {
+        tapped(l + 1);
+        normed(m.layer[l + 1].input_norm, &m.layer[l + 1].qkv);
+      } else if (m.final_norm) {
+        normed(m.final_norm, nullptr);
+      }
 #pragma omp barrier
     }
     const Range range = mine(rows);

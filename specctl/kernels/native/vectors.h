@@ -190,46 +190,43 @@ inline Pair pairs(const bf16* w) {
 #endif
 #endif
 
-// Sixteen int32 sums; as factors, two int16 or four bytes in each of the 16 places.
+// Sixteen int32 sums; as factors, four bytes in each of the 16 places. `dot_bytes` multiplies bytes without a sign and
+// bytes with one. `dot_signed` multiplies bytes with signs, from `signed_factor` and a row; with VNNI, its sums begin at
+// `BIAS` times the sum of the row's bytes.
 #if defined(__AVX512F__)
 
 using Ints = __m512i;
 
-inline Ints zeros() { return _mm512_setzero_si512(); }
+inline Ints for_all(int32_t x) { return _mm512_set1_epi32(x); }
 inline Vec to_float(Ints x) { return _mm512_cvtepi32_ps(x); }
 inline Vec load_fp16(const char* at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
 inline Ints load_ints(const char* at) { return _mm512_loadu_si512(at); }
-inline Ints widened(const char* at) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)at)); }
 inline Ints low_nibbles(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Ints high_nibbles(Ints x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
-inline Ints for_all(int32_t x) { return _mm512_set1_epi32(x); }
-inline Ints dot(Ints a, Ints b, Ints sum) {
-#if defined(__AVX512VNNI__)
-  return _mm512_dpwssd_epi32(sum, a, b);
-#else
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
-#endif
-}
-// Bytes without a sign times bytes with one. Without VNNI, sums have 16 bits until `finish`: enough for the 32 inputs of
-// a group if the first factor has four bits (8 · 2 · 15 · 127 < 2¹⁵).
-inline Ints dot_bytes(Ints a, Ints b, Ints sum) {
-#if defined(__AVX512VNNI__)
-  return _mm512_dpbusd_epi32(sum, a, b);
-#else
-  return _mm512_add_epi16(sum, _mm512_maddubs_epi16(a, b));
-#endif
-}
-inline Ints finish(Ints sum) {
-#if defined(__AVX512VNNI__)
-  return sum;
-#else
-  return _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
-#endif
-}
-inline void to_codes(int16_t* out, Vec x) {
-  _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
-}
 inline void to_codes(int8_t* out, Vec x) { _mm_storeu_si128((__m128i*)out, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
+
+#if defined(__AVX512VNNI__)
+
+constexpr int32_t BIAS = -128;
+inline Ints dot_bytes(Ints a, Ints b, Ints sum) { return _mm512_dpbusd_epi32(sum, a, b); }
+inline Ints finish(Ints sum) { return sum; }
+inline Ints signed_factor(Ints x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }  // x + 128
+inline Ints dot_signed(Ints a, Ints b, Ints sum) { return dot_bytes(a, b, sum); }
+
+#else
+
+constexpr int32_t BIAS = 0;
+// Sums have 16 bits until `finish`: enough for the 32 inputs of a group if the first factor has four bits
+// (8 · 2 · 15 · 127 < 2¹⁵).
+inline Ints dot_bytes(Ints a, Ints b, Ints sum) { return _mm512_add_epi16(sum, _mm512_maddubs_epi16(a, b)); }
+inline Ints finish(Ints sum) { return _mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
+inline Ints signed_factor(Ints x) { return x; }
+inline Ints dot_signed(Ints a, Ints b, Ints sum) {
+  const Ints turned = _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
+  return _mm512_add_epi32(sum, finish(_mm512_maddubs_epi16(_mm512_abs_epi8(a), turned)));
+}
+
+#endif
 
 #else
 
@@ -237,7 +234,7 @@ struct Ints {
   __m256i low, high;
 };
 
-inline Ints zeros() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Ints for_all(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline Vec to_float(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
 inline Vec load_fp16(const char* at) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + 1))};
@@ -245,56 +242,58 @@ inline Vec load_fp16(const char* at) {
 inline Ints load_ints(const char* at) {
   return {_mm256_loadu_si256((const __m256i*)at), _mm256_loadu_si256((const __m256i*)at + 1)};
 }
-inline Ints widened(const char* at) {
-  return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at)),
-          _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at + 1))};
-}
 inline Ints low_nibbles(Ints x) {
   return {_mm256_and_si256(x.low, _mm256_set1_epi8(15)), _mm256_and_si256(x.high, _mm256_set1_epi8(15))};
 }
 inline Ints high_nibbles(Ints x) { return low_nibbles({_mm256_srli_epi16(x.low, 4), _mm256_srli_epi16(x.high, 4)}); }
-inline Ints for_all(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-inline __m256i dot_half(__m256i a, __m256i b, __m256i sum) {
-#if defined(__AVXVNNI__)
-  return _mm256_dpwssd_avx_epi32(sum, a, b);
-#else
-  // In assembler: g++ would compute all products of a tile before it adds any, and run out of registers.
-  __m256i product;
-  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
-  return sum;
-#endif
+inline void to_codes(int8_t* out, Vec x) {
+  const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
+  const __m256i codes = _mm256_permute4x64_epi64(mixed, 0xd8);
+  _mm_storeu_si128((__m128i*)out, _mm_packs_epi16(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)));
 }
-inline Ints dot(Ints a, Ints b, Ints sum) { return {dot_half(a.low, b.low, sum.low), dot_half(a.high, b.high, sum.high)}; }
-// As with AVX-512. Without VNNI, in assembler for the same reason.
-inline __m256i dot_bytes_half(__m256i a, __m256i b, __m256i sum) {
+
 #if defined(__AVXVNNI__)
-  return _mm256_dpbusd_avx_epi32(sum, a, b);
+
+constexpr int32_t BIAS = -128;
+inline Ints dot_bytes(Ints a, Ints b, Ints sum) {
+  return {_mm256_dpbusd_avx_epi32(sum.low, a.low, b.low), _mm256_dpbusd_avx_epi32(sum.high, a.high, b.high)};
+}
+inline Ints finish(Ints sum) { return sum; }
+inline Ints signed_factor(Ints x) {
+  const __m256i half = _mm256_set1_epi8(-128);
+  return {_mm256_xor_si256(x.low, half), _mm256_xor_si256(x.high, half)};
+}
+inline Ints dot_signed(Ints a, Ints b, Ints sum) { return dot_bytes(a, b, sum); }
+
 #else
+
+constexpr int32_t BIAS = 0;
+// As with AVX-512. In assembler: g++ would compute all products of a tile before it adds any, and run out of registers.
+inline __m256i dot_bytes_half(__m256i a, __m256i b, __m256i sum) {
   __m256i product;
   asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
   return sum;
-#endif
 }
 inline Ints dot_bytes(Ints a, Ints b, Ints sum) {
   return {dot_bytes_half(a.low, b.low, sum.low), dot_bytes_half(a.high, b.high, sum.high)};
 }
 inline Ints finish(Ints sum) {
-#if defined(__AVXVNNI__)
-  return sum;
-#else
   const __m256i one = _mm256_set1_epi16(1);
   return {_mm256_madd_epi16(sum.low, one), _mm256_madd_epi16(sum.high, one)};
+}
+inline Ints signed_factor(Ints x) { return x; }
+inline __m256i dot_signed_half(__m256i a, __m256i b, __m256i sum) {
+  __m256i product;
+  asm("vpsignb %2, %3, %1\n\tvpmaddubsw %1, %4, %1\n\tvpmaddwd %5, %1, %1\n\tvpaddd %1, %0, %0"
+      : "+x"(sum), "=&x"(product)
+      : "x"(a), "x"(b), "x"(_mm256_abs_epi8(a)), "x"(_mm256_set1_epi16(1)));
+  return sum;
+}
+inline Ints dot_signed(Ints a, Ints b, Ints sum) {
+  return {dot_signed_half(a.low, b.low, sum.low), dot_signed_half(a.high, b.high, sum.high)};
+}
+
 #endif
-}
-inline __m256i int16_codes(Vec x) {
-  const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
-  return _mm256_permute4x64_epi64(mixed, 0xd8);
-}
-inline void to_codes(int16_t* out, Vec x) { _mm256_storeu_si256((__m256i*)out, int16_codes(x)); }
-inline void to_codes(int8_t* out, Vec x) {
-  const __m256i codes = int16_codes(x);
-  _mm_storeu_si128((__m128i*)out, _mm_packs_epi16(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)));
-}
 
 #endif
 
@@ -307,7 +306,6 @@ struct Bf16Weights {
   using Value = Input;
   using Read = Pair;
   using Sum = Vec;
-  static Sum zero() { return broadcast(0.f); }
   static int64_t panel_bytes(int64_t inputs, int64_t) { return inputs * 2 * LANES; }
   static Read read(const char* at) { return pairs((const bf16*)at); }
   static Pair next(Read& read) { return read; }
@@ -315,44 +313,39 @@ struct Bf16Weights {
   static Sum add(Pair w, Pair x, Sum sum) { return dot(w, x, sum); }
 };
 
-// Codes in groups of inputs. A group of GGUF's weights begins with 16 scales and 16 lows in fp16. Rows have codes, too, of
-// type `Code`: one byte beside weights of four bits, as in llama.cpp, and two beside weights of eight bits.
-template <int BITS, int HEADER_BYTES, class Code>
+// Codes in groups of inputs, beside rows of codes with one byte, as in llama.cpp. A group of GGUF's weights begins with 16
+// scales and 16 lows in fp16.
+template <int BITS, int HEADER_BYTES>
 struct Grouped {
   static constexpr bool GROUPED = true;
-  static constexpr int HEADER = HEADER_BYTES, STEP = 4 / sizeof(Code), BYTES = 4 * LANES;
-  static constexpr int INPUTS = 4 * 8 / BITS;
-  using Value = Code;
+  static constexpr int HEADER = HEADER_BYTES, STEP = 4, BYTES = 4 * LANES, INPUTS = 4 * 8 / BITS;
+  using Value = int8_t;
   using Sum = Ints;
-  static Sum zero() { return zeros(); }
   static int64_t group_bytes(int64_t group) { return HEADER + group * LANES * BITS / 8; }
   static int64_t panel_bytes(int64_t inputs, int64_t group) { return inputs / group * group_bytes(group); }
-  static Ints spread(const Code* x) {
+  static Ints spread(const int8_t* x) {
     int32_t all;
     std::memcpy(&all, x, 4);
     return for_all(all);
   }
-  static Ints add(Ints w, Ints x, Ints sum) { return sizeof(Code) == 1 ? dot_bytes(w, x, sum) : dot(w, x, sum); }
-  static Vec total(Ints sum) { return to_float(sizeof(Code) == 1 ? finish(sum) : sum); }
 };
 
-// Codes with a sign, two inputs of an output side by side.
+// Codes with a sign, four inputs of an output side by side.
 template <int HEADER_BYTES>
-struct EightBits : Grouped<8, HEADER_BYTES, int16_t> {
-  using Read = const char*;
-  static Read read(const char* at) { return at; }
-  static Ints next(Read& read) {
-    const Ints codes = widened(read);
-    read += 2 * LANES;
-    return codes;
-  }
+struct EightBits : Grouped<8, HEADER_BYTES> {
+  using Read = Ints;
+  static Read read(const char* at) { return signed_factor(load_ints(at)); }
+  static Ints next(Read& read) { return read; }
+  static Ints start(int32_t row_sum) { return for_all(BIAS * row_sum); }
+  static Ints add(Ints w, Ints x, Ints sum) { return dot_signed(w, x, sum); }
+  static Vec total(Ints sum) { return to_float(sum); }
 };
 
 using Int8Weights = EightBits<0>;
 using GroupsOf8 = EightBits<4 * LANES>;
 
 // Eight inputs of 16 outputs: four bytes per output, the first four inputs in their low nibbles.
-struct GroupsOf4 : Grouped<4, 4 * LANES, int8_t> {
+struct GroupsOf4 : Grouped<4, 4 * LANES> {
   struct Read {
     Ints now, later;
   };
@@ -365,6 +358,9 @@ struct GroupsOf4 : Grouped<4, 4 * LANES, int8_t> {
     read.now = read.later;
     return codes;
   }
+  static Ints start(int32_t) { return for_all(0); }
+  static Ints add(Ints w, Ints x, Ints sum) { return dot_bytes(w, x, sum); }
+  static Vec total(Ints sum) { return to_float(finish(sum)); }
 };
 
 // exp(x) for x <= 88, relative error 2e-7 (the polynomial of Cephes' expf); 0 below FLOOR.
