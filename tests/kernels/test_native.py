@@ -47,7 +47,7 @@ KINDS = {
     "glm4": ("Glm4Config", WIDE | {"num_key_value_heads": 2, "head_dim": 32}),
     "granite": ("GraniteConfig", WIDE | {"num_key_value_heads": 4} | MULTIPLIERS),
 }
-PROMPT = 21  # longer than the windows
+PROMPT, LONG = 21, 300  # longer than the windows, and than two chunks of attention
 
 
 SUPPORTED = native.instructions()
@@ -75,8 +75,8 @@ def three(request, instructions, tmp_path_factory):
 
 def stepped(target, base, rows, taps=(0, 1, 2), **tree):
     """Step `rows` [B, T] after prompts of `base` tokens; return logits, states, taps and the cache."""
-    texts = torch.arange(len(base) * PROMPT).view(len(base), -1) * 7 % target.vocab_size
-    cache = target.new_cache(len(base), 64)
+    texts = torch.arange(len(base) * max(base)).view(len(base), -1) * 7 % target.vocab_size
+    cache = target.new_cache(len(base), max(base) + 8)
     for b, count in enumerate(base):
         target.prefill([texts[b, :count].tolist()], cache, slots=[b])
     plan = plan_rows(base, rows.shape[1], device=target.device, dtype=target.dtype, **tree)
@@ -89,7 +89,7 @@ DEPTH = torch.tensor([[0, 1, 1, 2]])
 
 
 @needed
-@pytest.mark.parametrize("base", [[PROMPT], [PROMPT, 5]], ids=["alone", "ragged"])
+@pytest.mark.parametrize("base", [[PROMPT], [PROMPT, 5], [LONG, 140]], ids=["alone", "ragged", "long"])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_the_cpp_step_is_as_exact_as_pytorch(three, base, tree):
     """Compare logits, states, tapped states, keys and values with fp32."""
@@ -98,20 +98,22 @@ def test_the_cpp_step_is_as_exact_as_pytorch(three, base, tree):
     found = [stepped(target, base, rows, **shape) for target in three]
     for ours, theirs, exact in zip(*((*step, store) for step, store in found), strict=True):
         off, usual = ((one.float() - exact).norm() / exact.norm() for one in (ours, theirs))
-        assert off < 1.1 * usual + 1e-4 and usual < 0.05
+        assert off < 1.2 * usual + 1e-4 and usual < 0.07
 
 
 @needed
-def test_a_row_has_the_same_bits_in_a_tree_in_a_batch_and_alone(three):
+@pytest.mark.parametrize("length", [PROMPT, LONG])
+def test_a_row_has_the_same_bits_in_a_tree_in_a_batch_and_alone(three, length):
+    """Also where a step of one row shares its chunks among the threads."""
     target, *_ = three
     ids = [3, 4, 5, 6]  # the path of the tree is 0, 2, 3
-    (tree, _, _), _ = stepped(target, [PROMPT], torch.tensor([ids]), visible=TREE[None], depth=DEPTH)
+    (tree, _, _), _ = stepped(target, [length], torch.tensor([ids]), visible=TREE[None], depth=DEPTH)
     rows = torch.tensor([[3, 5, 6]])
-    (chain, _, _), _ = stepped(target, [PROMPT], rows)
-    (batch, _, _), _ = stepped(target, [PROMPT, 5], rows.expand(2, -1))
+    (chain, _, _), _ = stepped(target, [length], rows)
+    (batch, _, _), _ = stepped(target, [length, 5], rows.expand(2, -1))
     assert torch.equal(tree[0, [0, 2, 3]], chain[0])
     assert torch.equal(batch[0], chain[0])
-    alone = [stepped(target, [PROMPT], rows[:, :count])[0][0][0, -1] for count in (1, 2, 3)]
+    alone = [stepped(target, [length], rows[:, :count])[0][0][0, -1] for count in (1, 2, 3)]
     assert torch.equal(torch.stack(alone), chain[0])
     assert not torch.equal(tree[0, 1], tree[0, 2]), "nodes at the same depth differ"
 
@@ -328,6 +330,23 @@ def test_a_target_without_layers_has_no_step(tmp_path):
 
 
 @needed
+def test_gathered_products_stay_the_same():
+    """Small panels move once, together; large ones stay."""
+    generator, found = torch.Generator().manual_seed(1), native.library()
+    shapes = (48, 64), (83, 96), (4096, 512)
+    products = [native.NativeProduct(torch.randn(s, generator=generator).bfloat16(), None, found) for s in shapes]
+    rows = [torch.randn(3, product.inputs, generator=generator).bfloat16() for product in products]
+    before = [product(x) for product, x in zip(products, rows, strict=True)]
+    large = products[2].panels.data_ptr()
+    native.NativeProduct.gather(products)
+    places = [product.panels.data_ptr() for product in products]
+    assert places[1] - places[0] == products[0].nbytes and places[2] == large
+    native.NativeProduct.gather(products)
+    assert places == [product.panels.data_ptr() for product in products]
+    assert all(torch.equal(product(x), y) for product, x, y in zip(products, rows, before, strict=True))
+
+
+@needed
 def test_int8_products_equal_products_of_the_rounded_weights(instructions):
     generator = torch.Generator().manual_seed(1)
     weight, x = (torch.randn(n, 64, generator=generator).bfloat16() for n in (83, 13))
@@ -336,7 +355,7 @@ def test_int8_products_equal_products_of_the_rounded_weights(instructions):
     rounded = (weight.float() / scale).round() * scale
     torch.testing.assert_close(call(x).float(), native.in_bytes(x, 32) @ rounded.T, rtol=2**-7, atol=0.05)
     logits, gains, index = call.candidates(x, 5)
-    torch.testing.assert_close(logits, x.float() @ rounded.T, rtol=2**-7, atol=0.05)
+    torch.testing.assert_close(logits, native.in_bytes(x, 32) @ rounded.T, rtol=2**-7, atol=0.05)
     expected = logits.log_softmax(-1).topk(5)
     assert torch.equal(index, expected.indices)
     torch.testing.assert_close(gains, expected.values, rtol=1e-5, atol=1e-5)

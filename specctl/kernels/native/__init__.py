@@ -318,6 +318,11 @@ class NativeProduct:
             *(None if tensor is None else tensor.data_ptr() for tensor in (packed, *padded)), kind, group
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the panels."""
+        return self.panels.nbytes
+
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], self.outputs)
@@ -330,11 +335,11 @@ class NativeProduct:
     @staticmethod
     def gather(products: Sequence["NativeProduct"]) -> None:
         """Move the panels of small products together into huge pages, each product once. Copy `weights` afterwards."""
-        moved = [one for one in products if not one.gathered and one.panels.nbytes < pages.SMALLEST]
-        starts = [0, *itertools.accumulate(-(-product.panels.nbytes // ALIGNED) * ALIGNED for product in moved)]
+        moved = [one for one in products if not one.gathered and one.nbytes < pages.SMALLEST]
+        starts = [0, *itertools.accumulate(-(-product.nbytes // ALIGNED) * ALIGNED for product in moved)]
         memory = pages.zeros(starts[-1])
         for product, start in zip(moved, starts, strict=False):
-            to = memory[start : start + product.panels.nbytes]
+            to = memory[start : start + product.nbytes]
             product.panels = to.copy_(product.panels)
             product.weights.panels, product.gathered = to.data_ptr(), True
 

@@ -4,33 +4,38 @@
 // A step of a few rows takes as long as it takes to read the weights. Each phase below reads its weights once for all
 // rows, and the threads meet at a barrier after each phase.
 //
-// Every output of a product sums its inputs in one fixed order, whatever the number of rows. Attention sums over the
-// slots that a row may attend, in the order of the text. Hence a row has the same bits alone, beside other rows, and as
-// a node of a draft tree.
+// Every output of a product sums its inputs in one fixed order, whatever the number of rows. Attention sums over chunks of
+// the slots that a row may attend, in the order of the text, whatever the number of threads. Hence a row has the same bits
+// alone, beside other rows, and as a node of a draft tree.
 
 #include <omp.h>
 
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "vectors.h"
 
 namespace {
 
-constexpr int SHARED = 4;  // query heads that read a key together
+constexpr int CHUNK = 128;  // slots that are attended together
+constexpr int64_t MOST_QUERIES = 32;  // that read a key together, unless the heads of one row are more
 constexpr int SOON = 512;  // bytes between the weights that are multiplied and the weights that enter the first cache
 
 // Panels of a tile, and the most rows of a tile of P panels. A tile multiplies `together` panels before the next ones, so
-// that the sums fill the registers. Attention reads `KEYS` keys, and `VALUES` registers of a value, at a time. Loops over
-// sums are unrolled: otherwise compilers put the sums into memory.
+// that the sums fill the registers. Attention multiplies `QUERIES` queries with 16 keys, and their weights with two
+// values. Loops over sums are unrolled: otherwise compilers put the sums into memory.
 #if defined(__AVX512F__)
 constexpr int PANELS = 4, MOST[] = {0, 6, 6, 0, 6}, MOST_GROUPED[] = {0, 6, 6, 0, 6};
-constexpr int together(bool grouped, int rows, int panels) { return grouped && rows > 5 && panels > 2 ? 2 : panels; }
-constexpr int KEYS = 16, VALUES = 2;
+constexpr int together(bool grouped, int rows, int panels) {
+  if (!grouped) return panels;
+  return VNNI ? rows > 5 ? std::min(2, panels) : panels : rows > 1 ? 1 : panels;
+}
+constexpr int QUERIES = 8;
 #else
 constexpr int PANELS = 2, MOST[] = {0, 5, 5}, MOST_GROUPED[] = {0, 6, 6};
 constexpr int together(bool, int rows, int panels) { return rows > 1 ? 1 : panels; }
-constexpr int KEYS = 4, VALUES = 1;
+constexpr int QUERIES = 3;
 #endif
 
 // How W is stored. INT8 has one scale for each output. GROUPS_OF_4 and GROUPS_OF_8 have unsigned codes of 4 bits or signed
@@ -345,68 +350,186 @@ void rotate(bf16* x, const bf16* cos, const bf16* sin, int64_t dim) {
   }
 }
 
-// Attention of Q queries that share a key head, over `count` slots in the order of `list`.
-template <int Q>
-void attend(const bf16* q, const bf16* keys, const bf16* values, int64_t stride, const int32_t* list, int64_t count,
-            int64_t dim, float scale, float* scores, bf16* out) {
-  const int64_t width = (count + LANES - 1) / LANES * LANES;
-  if (count == 0) {  // a row of a text that has ended
-    std::memset(out, 0, Q * dim * sizeof(bf16));
-    return;
-  }
-  for (int64_t j = 0; j < count; j += LANES) {
-    const bf16* key[LANES];
-    for (int lane = 0; lane < LANES; lane++) key[lane] = keys + list[std::min(j + lane, count - 1)] * stride;
-    for (int g = 0; g < Q; g++) {
-      Vec all[LANES];
-      for (int first = 0; first < LANES; first += KEYS) {
-        Vec sum[KEYS];
-        for (int k = 0; k < KEYS; k++) sum[k] = broadcast(0.f);
-        for (int64_t i = 0; i < dim; i += 2 * LANES) {
-          const Pair part = pairs(q + g * dim + i);
-#pragma GCC unroll 16
-          for (int k = 0; k < KEYS; k++) sum[k] = dot(part, pairs(key[first + k] + i), sum[k]);
-        }
-        std::copy(sum, sum + KEYS, all + first);
-      }
-      store(scores + g * width + j, totals(all) * broadcast(scale));
-    }
-  }
-  float inverse[Q];
-  for (int g = 0; g < Q; g++) {
-    float* row = scores + g * width;
-    for (int64_t j = count; j < width; j++) row[j] = -__builtin_inff();
-    Vec highest = load(row);
-    for (int64_t j = LANES; j < width; j += LANES) highest = most(highest, load(row + j));
-    const Vec top = broadcast(reduce_max(highest));
-    Vec total = broadcast(0.f);
-    for (int64_t j = 0; j < width; j += LANES) {
-      const Vec e = exponential(load(row + j) - top);
-      store(row + j, e);
-      total = total + e;
-    }
-    inverse[g] = 1.f / reduce_add(total);
-  }
-  for (int64_t i = 0; i < dim; i += VALUES * LANES) {
-    Vec sum[Q][VALUES];
-#pragma GCC unroll 8
-    for (int g = 0; g < Q; g++)
-      for (int d = 0; d < VALUES; d++) sum[g][d] = broadcast(0.f);
-    for (int64_t j = 0; j < count; j++) {
-      const bf16* value = values + list[j] * stride + i;
-      Vec v[VALUES];
-      for (int d = 0; d < VALUES; d++) v[d] = widen(value + d * LANES);
-#pragma GCC unroll 8
-      for (int g = 0; g < Q; g++) {
-        const Vec p = broadcast(scores[g * width + j]);
-        for (int d = 0; d < VALUES; d++) sum[g][d] = fma(p, v[d], sum[g][d]);
-      }
-    }
-    for (int g = 0; g < Q; g++)
-      for (int d = 0; d < VALUES; d++)
-        narrow(out + g * dim + i + d * LANES, sum[g][d] * broadcast(inverse[g]));
+// Calls f with a constant that equals `count`, which is 1 to MOST.
+template <int MOST_OF, class F>
+void with_count(int64_t count, const F& f) {
+  if constexpr (MOST_OF > 0) {
+    if (count == MOST_OF)
+      f(std::integral_constant<int, MOST_OF>());
+    else
+      with_count<MOST_OF - 1>(count, f);
   }
 }
+
+// Slots that a row attends, in the order of the text.
+struct Slots {
+  const int32_t* first;
+  int64_t count;
+
+  Slots chunk(int64_t at) const { return {first + at, std::max<int64_t>(0, std::min<int64_t>(CHUNK, count - at))}; }
+};
+
+// What a query has attended: the weighted sum of the values [dim], in the order of `value_pairs`, the largest score, and
+// the sum of the weights, which are relative to it.
+struct Attended {
+  int64_t dim;
+  float *values, *top, *total;
+
+  static int64_t size(int64_t dim) { return dim + LANES; }
+  Attended(float* memory, int64_t dim) : dim(dim), values(memory), top(memory + dim), total(memory + dim + 1) {}
+
+  void clear() {
+    *top = -__builtin_inff(), *total = 0;
+    std::fill(values, values + dim, 0.f);
+  }
+  // Adds what the query has attended in later slots.
+  void add(const Attended& next) {
+    const float most = *next.top <= *top ? *top : *next.top;  // NaN stays
+    float own[LANES], others[LANES];
+    const Vec a = exponential(broadcast(*top - most)), b = exponential(broadcast(*next.top - most));
+    store(own, a), store(others, b);
+    *top = most, *total = *total * own[0] + *next.total * others[0];
+    for (int64_t i = 0; i < dim; i += LANES) store(values + i, fma(load(next.values + i), b, load(values + i) * a));
+  }
+  void write(bf16* out) const {  // 0 if the query has no slots, such as that of an ended text
+    const Vec inverse = broadcast(*top == -__builtin_inff() ? 0.f : 1.f / *total);
+    for (int64_t i = 0; i < dim; i += 2 * LANES)
+      store_pairs(out + i, load(values + i) * inverse, load(values + i + LANES) * inverse);
+  }
+};
+
+// Attention of some rows of a text to chunks of their slots, for the query heads of one key head. Each thread has its own.
+class Attention {
+  int64_t dim, heads, rows;
+  const bf16 *keys, *values;
+  int64_t stride;  // of a slot
+  std::vector<const Input*> queries;
+  std::vector<float> wide;      // the queries as products read them
+  std::vector<uint32_t> block;  // [dim / 2, LANES] pairs of 16 keys
+  std::vector<float> scores;    // [queries, CHUNK]
+  std::vector<Input> weights;   // [queries, CHUNK], the exponentials of the scores
+  std::vector<float> later;     // [queries] `Attended` of a chunk after the first
+  float* sums;                  // [queries] `Attended` of this chunk
+
+  Attended of(int64_t n) { return {sums + n * Attended::size(dim), dim}; }
+
+  // Scores of queries [first, last) and the slots [at, at + 16), or as many as there are.
+  void score(int64_t first, int64_t last, Slots slots, int64_t at, float scale) {
+    const bf16* key[LANES];
+    for (int lane = 0; lane < LANES; lane++) {
+      key[lane] = keys + slots.first[std::min(at + lane, slots.count - 1)] * stride;
+      const char* later = (const char*)(keys + slots.first[std::min(at + LANES + lane, slots.count - 1)] * stride);
+      const char* value = (const char*)(key[lane] + (values - keys));
+      for (int64_t i = 0; i < dim * 2; i += 64) _mm_prefetch(later + i, _MM_HINT_T0), _mm_prefetch(value + i, _MM_HINT_T1);
+    }
+    for (int64_t i = 0; i < dim; i += 2 * LANES) transpose(key, i, block.data() + i / 2 * LANES);
+    for (int64_t n = first; n < last; n += QUERIES)
+      with_count<QUERIES>(std::min<int64_t>(QUERIES, last - n), [&](auto constant) {
+        constexpr int count = decltype(constant)::value;
+        Vec sum[count];
+#pragma GCC unroll 8
+        for (int q = 0; q < count; q++) sum[q] = broadcast(0.f);
+        for (int64_t i = 0; i < dim; i += 2) {
+          const Pair pair = pairs((const bf16*)(block.data() + i / 2 * LANES));
+#pragma GCC unroll 8
+          for (int q = 0; q < count; q++) sum[q] = dot(pair, two_for_all(queries[n + q] + i), sum[q]);
+        }
+        for (int q = 0; q < count; q++) store(scores.data() + (n + q) * CHUNK + at, sum[q] * broadcast(scale));
+      });
+  }
+
+  // The weights of query n and `count` slots.
+  void weigh(int64_t n, int64_t count) {
+    float* row = scores.data() + n * CHUNK;
+    const int64_t width = (count + LANES - 1) / LANES * LANES;
+    for (int64_t j = count; j < width; j++) row[j] = -__builtin_inff();
+    Vec highest = broadcast(-__builtin_inff()), total = broadcast(0.f);
+    for (int64_t j = 0; j < width; j += LANES) highest = most(highest, load(row + j));
+    const float top = reduce_max(highest);
+    for (int64_t j = 0; j < width; j += LANES) {
+      const Vec e = exponential(load(row + j) - broadcast(top));
+      to_input(weights.data() + n * CHUNK + j, e);
+      total = total + e;
+    }
+    *of(n).top = top, *of(n).total = reduce_add(total);
+  }
+
+  // Adds the values of slots [from, to) for queries [first, last), two slots at a time.
+  void add_values(int64_t first, int64_t last, Slots slots, int64_t from, int64_t to) {
+    for (int64_t n = first; n < last; n += QUERIES)
+      with_count<QUERIES>(std::min<int64_t>(QUERIES, last - n), [&](auto constant) {
+        constexpr int count = decltype(constant)::value;
+        for (int64_t i = 0; i < dim; i += 2 * LANES) {
+          float* out = of(n).values + i;
+          const int64_t next = Attended::size(dim);
+          Vec sum[count][2];
+#pragma GCC unroll 8
+          for (int q = 0; q < count; q++) sum[q][0] = load(out + q * next), sum[q][1] = load(out + q * next + LANES);
+          for (int64_t j = from; j < to; j += 2) {  // the weight of a slot past the last one is 0
+            const bf16* one = values + slots.first[j] * stride + i;
+            const bf16* two = values + slots.first[std::min(j + 1, to - 1)] * stride + i;
+            Pair v[2];
+            value_pairs(one, two, v);
+#pragma GCC unroll 8
+            for (int q = 0; q < count; q++) {
+              const Pair p = two_for_all(weights.data() + (n + q) * CHUNK + j);
+              sum[q][0] = dot(v[0], p, sum[q][0]), sum[q][1] = dot(v[1], p, sum[q][1]);
+            }
+          }
+#pragma GCC unroll 8
+          for (int q = 0; q < count; q++) store(out + q * next, sum[q][0]), store(out + q * next + LANES, sum[q][1]);
+        }
+      });
+  }
+
+ public:
+  // Rows of `head_count` queries each, [rows, row_stride], and the keys and values of their text.
+  void begin(int64_t head_dim, int64_t head_count, int64_t row_count, const bf16* q, int64_t row_stride,
+             const bf16* all_keys, const bf16* all_values, int64_t slot_stride) {
+    dim = head_dim, heads = head_count, rows = row_count;
+    keys = all_keys, values = all_values, stride = slot_stride;
+    const int64_t count = rows * heads;
+    queries.resize(count), block.resize(dim / 2 * LANES), scores.resize(count * CHUNK), weights.resize(count * CHUNK);
+    later.resize(count * Attended::size(dim));
+#if !defined(__AVX512BF16__)
+    wide.resize(count * dim);
+#endif
+    for (int64_t n = 0; n < count; n++) {
+      const bf16* from = q + n / heads * row_stride + n % heads * dim;
+#if defined(__AVX512BF16__)
+      queries[n] = from;
+#else
+      float* to = wide.data() + n * dim;
+      for (int64_t i = 0; i < dim; i += LANES) store(to + i, widen(from + i));
+      queries[n] = to;
+#endif
+    }
+  }
+
+  // Attends a chunk of each row's slots and writes it to `out`, `Attended` [rows, heads], or adds it if it is not the first.
+  // Rows read the slots together that they have in common at the beginning of the chunk.
+  void attend(const Slots* chunks, float scale, bool first_chunk, float* out) {
+    sums = first_chunk ? out : later.data();
+    int64_t shared = chunks[0].count;
+    for (int64_t r = 1; r < rows; r++) {
+      const int64_t both = std::min(shared, chunks[r].count);
+      shared = std::mismatch(chunks[0].first, chunks[0].first + both, chunks[r].first).first - chunks[0].first;
+    }
+    if (rows > 1) shared -= shared % LANES;
+    for (int64_t at = 0; at < shared; at += LANES) score(0, rows * heads, chunks[0], at, scale);
+    for (int64_t n = 0; n < rows * heads; n++) of(n).clear();
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t first = r * heads, last = first + heads, count = chunks[r].count;
+      for (int64_t at = shared; at < count; at += LANES) score(first, last, chunks[r], at, scale);
+      for (int64_t n = first; n < last && count; n++) weigh(n, count);
+    }
+    add_values(0, rows * heads, chunks[0], 0, shared);
+    for (int64_t r = 0; r < rows; r++)
+      if (shared < chunks[r].count) add_values(r * heads, (r + 1) * heads, chunks[r], shared, chunks[r].count);
+    for (int64_t n = 0; n < rows * heads && !first_chunk; n++)
+      if (chunks[n / heads].count) Attended(out + n * Attended::size(dim), dim).add(of(n));
+  }
+};
 
 // The slots that each row may attend, in order.
 struct Lists {
@@ -430,11 +553,18 @@ struct Lists {
       counts[n] = count;
     }
   }
+
+  // The slots that row n attends in a layer with this window; 0: all.
+  Slots of(const Call& call, int64_t n, int64_t window) const {
+    const int32_t *list = slots.data() + n * call.span, *end = list + counts[n];
+    if (window) list = std::upper_bound(list, end, call.positions[n] - window);
+    return {list, end - list};
+  }
 };
 
 struct Scratch {
   std::vector<bf16> qkv, attended, inner;
-  std::vector<float> scores, delta;
+  std::vector<float> delta, sums;
   Codes codes, inner_codes;  // of the inputs of qkv, o and gate_up, and of those of down
   Lists lists;
 };
@@ -657,18 +787,22 @@ int64_t specctl_sample(const bf16* row, int64_t size, float inv_temp, double u) 
 void specctl_forward(const Model& m, const Call& c) {
   static thread_local Scratch scratch;
   const int64_t rows = c.batch * c.rows, group = m.heads / m.kv_heads, all = m.heads + 2 * m.kv_heads;
-  const int64_t width = all * m.dim, wide = (c.span + LANES - 1) / LANES * LANES;
+  const int64_t width = all * m.dim;
   scratch.lists.fill(c);
   scratch.qkv.resize(rows * width);
   scratch.attended.resize(rows * m.heads * m.dim);
   scratch.inner.resize(rows * m.inner);
   scratch.codes.resize(rows, std::max({m.inputs, m.hidden, m.heads * m.dim}));
   scratch.inner_codes.resize(rows, m.inner);
-  scratch.scores.resize(c.threads * SHARED * wide);
+  const Lists& lists = scratch.lists;
+  const int64_t chunks = (c.span + CHUNK - 1) / CHUNK, size = Attended::size(m.dim);
+  const int64_t most_queries = std::max(MOST_QUERIES, group);
+  const bool apart = rows * m.kv_heads < 4 * c.threads && chunks > 1;  // threads share the chunks of a row, too
+  scratch.sums.resize((apart ? rows * m.heads * chunks : c.threads * most_queries) * size);
+  float* all_sums = scratch.sums.data();
   bf16 *qkv = scratch.qkv.data(), *attended = scratch.attended.data(), *inner = scratch.inner.data(), *y = c.y;
   if (m.layer[0].o_norm) scratch.delta.resize(rows * m.hidden);
-  float *x = c.x, *scores = scratch.scores.data(), *delta = scratch.delta.data();
-  const Lists& lists = scratch.lists;
+  float *x = c.x, *delta = scratch.delta.data();
   Codes &codes = scratch.codes, &inner_codes = scratch.inner_codes;
   // Adds a product to the stream. If it has a norm, `add_normed` does so.
   const auto added = [&](const Weights& w, const float* own_norm) {
@@ -709,6 +843,52 @@ void specctl_forward(const Model& m, const Call& c) {
       if (bf16* out = c.taps[layers])
         for (int64_t i = range.first * m.hidden; i < range.last * m.hidden; i += LANES) narrow(out + i, load(x + i));
     };
+    const auto begin = [&](int64_t l, int64_t n, int64_t count, int64_t kv) -> Attention& {
+      static thread_local Attention attention;
+      const bf16* keys = c.store + l * c.layer_stride + n / c.rows * c.sequence_stride + kv * m.dim;
+      attention.begin(m.dim, group, count, qkv + n * width + kv * group * m.dim, width, keys, keys + m.kv_heads * m.dim,
+                      c.slot_stride);
+      return attention;
+    };
+    const auto slots_of = [&](int64_t l, int64_t n, int64_t chunk) {
+      return lists.of(c, n, m.layer[l].window).chunk(chunk * CHUNK);
+    };
+    const auto finish = [&](int64_t l, int64_t n, int64_t head, float* sums) {
+      Attended(sums, m.dim).write(attended + (n * m.heads + head) * m.dim);
+      codes.write(m.layer[l].o, attended, rows, m.heads * m.dim, {n, n + 1}, {head * m.dim, (head + 1) * m.dim});
+    };
+    // A thread attends successive rows of a text together.
+    const auto attend_rows = [&](int64_t l) {
+      const Range items = mine(rows * m.kv_heads);  // by text, key head and row
+      float* sums = all_sums + thread * most_queries * size;
+      for (int64_t i = items.first, count; i < items.last; i += count) {
+        const int64_t row = i % c.rows, kv = i / c.rows % m.kv_heads, n = i / c.rows / m.kv_heads * c.rows + row;
+        count = std::min({items.last - i, c.rows - row, most_queries / group});
+        Attention& attention = begin(l, n, count, kv);
+        for (int64_t chunk = 0; chunk < chunks; chunk++) {
+          Slots slots[MOST_QUERIES];
+          for (int64_t r = 0; r < count; r++) slots[r] = slots_of(l, n + r, chunk);
+          attention.attend(slots, m.scale, chunk == 0, sums);
+        }
+        for (int64_t k = 0; k < count * group; k++) finish(l, n + k / group, kv * group + k % group, sums + k * size);
+      }
+    };
+    // A thread attends one chunk of a row after the other.
+    const auto attend_chunks = [&](int64_t l) {
+      const Range items = mine(rows * m.kv_heads * chunks);  // by row, key head and chunk
+      for (int64_t i = items.first; i < items.last; i++) {
+        const int64_t n = i / chunks / m.kv_heads;
+        const Slots slots = slots_of(l, n, i % chunks);
+        begin(l, n, 1, i / chunks % m.kv_heads).attend(&slots, m.scale, true, all_sums + i * group * size);
+      }
+#pragma omp barrier
+      const Range heads = mine(rows * m.heads);
+      for (int64_t i = heads.first; i < heads.last; i++) {
+        float* sums = all_sums + (i / group * chunks * group + i % group) * size;
+        for (int64_t k = 1; k < chunks; k++) Attended(sums, m.dim).add({sums + k * group * size, m.dim});
+        finish(l, i / m.heads, i % m.heads, sums);
+      }
+    };
     tapped(0);
     if (c.entered)
       codes.write(m.layer[0].qkv, c.entered, rows, m.inputs, mine(rows), {0, m.inputs});
@@ -742,30 +922,7 @@ void specctl_forward(const Model& m, const Call& c) {
         }
       }
 #pragma omp barrier
-      const Range items = mine(rows * m.kv_heads);
-      for (int64_t i = items.first; i < items.last; i++) {
-        // The rows of a text one after the other, for one key head: its keys stay in the cache.
-        const int64_t kv = i / c.rows % m.kv_heads, n = i / (c.rows * m.kv_heads) * c.rows + i % c.rows;
-        const bf16* keys = c.store + l * c.layer_stride + n / c.rows * c.sequence_stride + kv * m.dim;
-        const bf16* values = keys + m.kv_heads * m.dim;
-        const int32_t *list = lists.slots.data() + n * c.span, *end = list + lists.counts[n];
-        if (layer.window) list = std::upper_bound(list, end, c.positions[n] - layer.window);
-        for (int64_t g = 0; g < group; g += SHARED) {
-          const int64_t head = kv * group + g;
-          const auto run = [&](auto attend) {
-            attend(qkv + n * width + head * m.dim, keys, values, c.slot_stride, list, end - list, m.dim, m.scale,
-                   scores + thread * SHARED * wide, attended + (n * m.heads + head) * m.dim);
-          };
-          switch (std::min<int64_t>(SHARED, group - g)) {
-            case 1: run(attend<1>); break;
-            case 2: run(attend<2>); break;
-            case 3: run(attend<3>); break;
-            case 4: run(attend<4>); break;
-          }
-        }
-        const Range heads = {kv * group * m.dim, (kv + 1) * group * m.dim};
-        codes.write(layer.o, attended, rows, m.heads * m.dim, {n, n + 1}, heads);
-      }
+      apart ? attend_chunks(l) : attend_rows(l);
 #pragma omp barrier
       product(layer.o, codes.rows(layer.o, attended, rows, m.heads * m.dim), mine(m.hidden / LANES),
               added(layer.o, layer.o_norm));

@@ -38,17 +38,25 @@ inline Vec widen(const bf16* x) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16));
 }
 
-// The totals of 16 registers, each in the same order of additions.
-inline Vec totals(const Vec (&x)[LANES]) {
-  Vec four[4];  // of four registers each, side by side: a total in each quarter
-  for (int i = 0; i < 4; i++) {
-    const Vec *a = x + 4 * i, low = _mm512_unpacklo_ps(a[0], a[1]) + _mm512_unpackhi_ps(a[0], a[1]),
-              high = _mm512_unpacklo_ps(a[2], a[3]) + _mm512_unpackhi_ps(a[2], a[3]);
-    const __m512d l = _mm512_castps_pd(low), h = _mm512_castps_pd(high);
-    four[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(l, h)) + _mm512_castpd_ps(_mm512_unpackhi_pd(l, h));
+// out[k][lane] = pair k of the 16 pairs of bf16 values from `at` on of 16 rows.
+inline void transpose(const bf16* const* rows, int64_t at, uint32_t* out) {
+  __m512i x[LANES], y[LANES];
+  for (int i = 0; i < LANES; i++) x[i] = _mm512_loadu_si512(rows[i] + at);
+  for (int i = 0; i < LANES; i += 2)
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  for (int i = 0; i < LANES; i += 4)
+    for (int k = 0; k < 2; k++)
+      x[i + 2 * k] = _mm512_unpacklo_epi64(y[i + k], y[i + 2 + k]),
+                x[i + 2 * k + 1] = _mm512_unpackhi_epi64(y[i + k], y[i + 2 + k]);
+  // x[4 i + k] has pair 4 q + k of rows 4 i to 4 i + 3 in its quarter q.
+  for (int k = 0; k < 4; k++) {
+    const __m512i a = _mm512_shuffle_i32x4(x[k], x[4 + k], 0x44), b = _mm512_shuffle_i32x4(x[k], x[4 + k], 0xee);
+    const __m512i c = _mm512_shuffle_i32x4(x[8 + k], x[12 + k], 0x44), d = _mm512_shuffle_i32x4(x[8 + k], x[12 + k], 0xee);
+    _mm512_storeu_si512(out + k * LANES, _mm512_shuffle_i32x4(a, c, 0x88));
+    _mm512_storeu_si512(out + (4 + k) * LANES, _mm512_shuffle_i32x4(a, c, 0xdd));
+    _mm512_storeu_si512(out + (8 + k) * LANES, _mm512_shuffle_i32x4(b, d, 0x88));
+    _mm512_storeu_si512(out + (12 + k) * LANES, _mm512_shuffle_i32x4(b, d, 0xdd));
   }
-  const auto quarters = [](Vec a, Vec b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); };
-  return quarters(quarters(four[0], four[1]), quarters(four[2], four[3]));
 }
 
 #else
@@ -106,16 +114,24 @@ inline __m256 widen_half(const bf16* x) {
 }
 inline Vec widen(const bf16* x) { return {widen_half(x), widen_half(x + 8)}; }
 
-// The totals of 16 registers, each in the same order of additions.
-inline Vec totals(const Vec (&x)[LANES]) {
-  const auto eight = [](const Vec* x) {
-    __m256 pair[4], four[2];
-    for (int i = 0; i < 4; i++)
-      pair[i] = _mm256_hadd_ps(x[2 * i].low + x[2 * i].high, x[2 * i + 1].low + x[2 * i + 1].high);
-    for (int i = 0; i < 2; i++) four[i] = _mm256_hadd_ps(pair[2 * i], pair[2 * i + 1]);
-    return _mm256_permute2f128_ps(four[0], four[1], 0x20) + _mm256_permute2f128_ps(four[0], four[1], 0x31);
-  };
-  return {eight(x), eight(x + 8)};
+// out[k][lane] = pair k of the 16 pairs of bf16 values from `at` on of 16 rows.
+inline void transpose(const bf16* const* rows, int64_t at, uint32_t* out) {
+  for (int first = 0; first < LANES; first += 8)
+    for (int pair = 0; pair < LANES; pair += 8) {
+      __m256i x[8], y[8];
+      for (int i = 0; i < 8; i++) x[i] = _mm256_loadu_si256((const __m256i*)(rows[first + i] + at + 2 * pair));
+      for (int i = 0; i < 8; i += 2)
+        y[i] = _mm256_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm256_unpackhi_epi32(x[i], x[i + 1]);
+      for (int i = 0; i < 8; i += 4)
+        for (int k = 0; k < 2; k++)
+          x[i + 2 * k] = _mm256_unpacklo_epi64(y[i + k], y[i + 2 + k]),
+                    x[i + 2 * k + 1] = _mm256_unpackhi_epi64(y[i + k], y[i + 2 + k]);
+      for (int k = 0; k < 4; k++) {
+        const auto to = [&](int row) { return (__m256i*)(out + (pair + row) * LANES + first); };
+        _mm256_storeu_si256(to(k), _mm256_permute2x128_si256(x[k], x[4 + k], 0x20));
+        _mm256_storeu_si256(to(4 + k), _mm256_permute2x128_si256(x[k], x[4 + k], 0x31));
+      }
+    }
 }
 
 #endif
@@ -135,6 +151,17 @@ inline Pair two_for_all(const bf16* x) {
   return (__m512bh)_mm512_set1_epi32(two);
 }
 inline Vec dot(Pair a, Pair b, Vec sum) { return _mm512_dpbf16_ps(sum, a, b); }
+inline void to_input(Input* out, Vec x) { narrow(out, x); }
+// Pairs of 32 bf16 values of two rows, in an order that `store_pairs` reverses.
+inline void value_pairs(const bf16* one, const bf16* two, Pair (&out)[2]) {
+  const __m512i a = _mm512_loadu_si512(one), b = _mm512_loadu_si512(two);
+  out[0] = (Pair)_mm512_unpacklo_epi16(a, b), out[1] = (Pair)_mm512_unpackhi_epi16(a, b);
+}
+inline void store_pairs(bf16* out, Vec low, Vec high) {
+  const __m512i a = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  narrow(out, _mm512_permutex2var_ps(low, a, high));
+  narrow(out + LANES, _mm512_permutex2var_ps(low, _mm512_add_epi32(a, _mm512_set1_epi32(8)), high));
+}
 
 #else
 
@@ -145,6 +172,10 @@ using Input = float;
 
 inline Pair two_for_all(const float* x) { return {broadcast(x[0]), broadcast(x[1])}; }
 inline Vec dot(Pair a, Pair b, Vec sum) { return fma(a.odd, b.odd, fma(a.even, b.even, sum)); }
+inline void to_input(Input* out, Vec x) { store(out, x); }
+inline void value_pairs(const bf16* one, const bf16* two, Pair (&out)[2]) {
+  out[0] = {widen(one), widen(two)}, out[1] = {widen(one + LANES), widen(two + LANES)};
+}
 
 #if defined(__AVX512F__)
 
@@ -190,9 +221,20 @@ inline Pair pairs(const bf16* w) {
 #endif
 #endif
 
+#if !defined(__AVX512BF16__)
+inline void store_pairs(bf16* out, Vec first, Vec second) { narrow(out, first), narrow(out + LANES, second); }
+#endif
+
 // Sixteen int32 sums; as factors, four bytes in each of the 16 places. `dot_bytes` multiplies bytes without a sign and
 // bytes with one. `dot_signed` multiplies bytes with signs, from `signed_factor` and a row; with VNNI, its sums begin at
 // `BIAS` times the sum of the row's bytes.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr bool VNNI = true;
+#else
+constexpr bool VNNI = false;
+#endif
+constexpr int32_t BIAS = VNNI ? -128 : 0;
+
 #if defined(__AVX512F__)
 
 using Ints = __m512i;
@@ -207,7 +249,6 @@ inline void to_codes(int8_t* out, Vec x) { _mm_storeu_si128((__m128i*)out, _mm51
 
 #if defined(__AVX512VNNI__)
 
-constexpr int32_t BIAS = -128;
 inline Ints dot_bytes(Ints a, Ints b, Ints sum) { return _mm512_dpbusd_epi32(sum, a, b); }
 inline Ints finish(Ints sum) { return sum; }
 inline Ints signed_factor(Ints x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }  // x + 128
@@ -215,7 +256,6 @@ inline Ints dot_signed(Ints a, Ints b, Ints sum) { return dot_bytes(a, b, sum); 
 
 #else
 
-constexpr int32_t BIAS = 0;
 // Sums have 16 bits until `finish`: enough for the 32 inputs of a group if the first factor has four bits
 // (8 · 2 · 15 · 127 < 2¹⁵).
 inline Ints dot_bytes(Ints a, Ints b, Ints sum) { return _mm512_add_epi16(sum, _mm512_maddubs_epi16(a, b)); }
@@ -254,7 +294,6 @@ inline void to_codes(int8_t* out, Vec x) {
 
 #if defined(__AVXVNNI__)
 
-constexpr int32_t BIAS = -128;
 inline Ints dot_bytes(Ints a, Ints b, Ints sum) {
   return {_mm256_dpbusd_avx_epi32(sum.low, a.low, b.low), _mm256_dpbusd_avx_epi32(sum.high, a.high, b.high)};
 }
@@ -267,7 +306,6 @@ inline Ints dot_signed(Ints a, Ints b, Ints sum) { return dot_bytes(a, b, sum); 
 
 #else
 
-constexpr int32_t BIAS = 0;
 // As with AVX-512. In assembler: g++ would compute all products of a tile before it adds any, and run out of registers.
 inline __m256i dot_bytes_half(__m256i a, __m256i b, __m256i sum) {
   __m256i product;
