@@ -46,8 +46,8 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
         logits, hidden = logits[:, :rows], hidden[:, :rows]
     edited, failed = edit_logits(state.draws, logits, state.rows, parents, draft.tokens)
     path, accepted, bonus = judge(state.draws, draft, edited, plan.positions[:, :rows] + 1)
-    failed |= nonfinite_rows(target, last_rows(logits, path, accepted))
     paths, committed = _collect(draft, path, accepted, bonus)
+    failed |= nonfinite_rows(target, last_rows(logits, paths))
     depths = [max(d, default=0) for d in depth]
     stops = []
     for nodes, inner in zip(paths, parents, strict=True):
@@ -147,13 +147,13 @@ def not_finite(target: Target) -> CheckpointError:
     )
 
 
-def last_rows(logits: Tensor, path: Tensor, accepted: Tensor) -> Tensor:
+def last_rows(logits: Tensor, paths: list[list[int]]) -> Tensor:
     """Rows [B, V] of logits [B, 1+n, V] at the end of the accepted paths: the last accepted node, or the root."""
-    if not path.shape[1]:
-        return logits[:, 0]
-    last = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-    row = torch.where(accepted > 0, last + 1, 0)
-    return logits[torch.arange(len(row), device=row.device), row]
+    rows = [path[-1] + 1 if path else 0 for path in paths]
+    if len(set(rows)) == 1:
+        # A view. Copies of a large vocabulary's rows use several threads, and waking these costs.
+        return logits[:, rows[0]]
+    return logits[torch.arange(len(rows), device=logits.device), torch.tensor(rows, device=logits.device)]
 
 
 def _plan(state: DecodeState, draft: DraftTree, parents: list[list[int]]) -> tuple[Plan, list[list[int]]]:

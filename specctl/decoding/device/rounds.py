@@ -27,7 +27,7 @@ from specctl.decoding.protocols import DeviceDraft, Proposer
 from specctl.decoding.records import PADDING, Counts, DraftTree, RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.decoding.verify import judge, last_rows, not_finite
+from specctl.decoding.verify import judge, not_finite
 
 Report = Callable[[DecodeState, RoundResult], None]
 IDLE_SHARE = 1 / 16  # largest fraction of a GPU's memory for the caches of an engine without sequences
@@ -244,7 +244,7 @@ class DeviceRounds:
         draft = self.draft.propose(sequences, span)
         output, positions, draft_depths = self.step(draft, span)
         path, accepted, bonus = judge(sequences.draws, draft, output.logits, positions + 1)
-        finite = kernels.finite_rows(last_rows(output.logits, path, accepted))
+        finite = kernels.finite_rows(_last_rows(output.logits, path, accepted))
         sequences.commit(draft, path, accepted, bonus, output, draft_depths, finite)
         self.draft.advance(sequences, before, span)
 
@@ -326,3 +326,12 @@ class DeviceRounds:
             f"decoding on {self.state.device} runs without CUDA graphs: {reason} ({advice})",
             stacklevel=2,
         )
+
+
+def _last_rows(logits: Tensor, path: Tensor, accepted: Tensor) -> Tensor:
+    """As `verify.last_rows`, without reading the paths [B, n] and the accepted lengths [B] back to the host."""
+    if not path.shape[1]:
+        return logits[:, 0]
+    last = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    row = torch.where(accepted > 0, last + 1, 0)
+    return logits[torch.arange(len(row), device=row.device), row]
