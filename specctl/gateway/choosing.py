@@ -15,13 +15,12 @@ from specctl.gateway.faults import where
 from specctl.recipe.serve import ServeRecipe
 from specctl.selection.arms import Arm, plain_arm
 from specctl.selection.assembly import Decoding, make_selector, plain_step, plays_for_seconds
-from specctl.selection.controller import RoundLine, Selector, Tally
+from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms, Policy
 
 OnDrafterRound = Callable[[str, str, int, int, int], None]
 """Called with the query, the drafter's name, and the numbers of committed and accepted tokens and of draft depths."""
-TALLY_ROUNDS = 10_000  # rounds after which the selector's lists of timings begin again
 
 
 class GuardedController(Controller):
@@ -36,7 +35,7 @@ class GuardedController(Controller):
         self.on_failure: Callable[[], None] = lambda: None
         self.taps, self.keeps_hidden = selector.taps, selector.keeps_hidden
         self.accepts_late_counts = False  # rounds run on the host: the texts of a batch have different drafters
-        self.failures = self._rounds = 0
+        self.failures = 0
         self._texts: list[Sequence] = []
         self._played_plain = False
 
@@ -74,9 +73,6 @@ class GuardedController(Controller):
     def observe(self, state: DecodeState, result: RoundResult) -> None:
         if not self._played_plain:
             self._guarded(partial(self.selector.observe, state, result))
-        self._rounds += 1
-        if self._rounds % TALLY_ROUNDS == 0:
-            self.selector.tally = Tally()
 
     def _guarded(self, call: Callable[[], None]) -> None:
         try:

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from statistics import fmean, median
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -218,12 +218,12 @@ class StreamAnswers:
             pulls={arms[arm]: count for arm, count in sorted(tally.pulls.items())} if tally else {},
             switches=tally.switches if tally else None,
             caught_up=tally.caught_up if tally else None,
-            switch_ms=1000 * fmean(tally.switch_s) if tally and tally.switch_s else None,
-            decide_us_p50=median(tally.decide_us) if tally and tally.decide_us else None,
-            scorings=len(tally.score_s) if tally else None,
-            score_ms_p50=1000 * median(tally.score_s) if tally and tally.score_s else None,
-            score_share=sum(tally.score_s) / sum(answer.decode_s for answer in mine)
-            if tally and tally.score_s
+            switch_ms=_milliseconds(tally.switch_s.mean) if tally else None,
+            decide_us_p50=tally.decide_us.median if tally else None,
+            scorings=tally.score_s.count if tally else None,
+            score_ms_p50=_milliseconds(tally.score_s.median) if tally else None,
+            score_share=tally.score_s.total / sum(answer.decode_s for answer in mine)
+            if tally and tally.score_s.count
             else None,
             failures=failures,
             dropped=tally.dropped if tally else 0,
@@ -236,3 +236,7 @@ class StreamAnswers:
                 share_of_best=self.share_of_best(name),
             ),
         )
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds

@@ -95,7 +95,7 @@ class BatchSelector(Controller):
                 return None
             self.tally.switches += 1
             self.tally.caught_up += sum(self.arms[number].drafter.lag(state))
-            self.tally.switch_s.append(self.arms[number].catch_up(state))
+            self.tally.switch_s.add(self.arms[number].catch_up(state))
         self._arm = number
         return self.arms[number]
 
@@ -126,7 +126,7 @@ class BatchSelector(Controller):
         texts, tokens = len(counts), sum(one.committed for one in counts)
         accepted, depth = sum(one.accepted for one in counts), max(one.depth for one in counts)
         entry = game.round_finished(number, Outcome(tokens, accepted, failed=failed, seconds=seconds, texts=texts))
-        self.tally.decide_us.append(entry.decide_us)
+        self.tally.decide_us.add(entry.decide_us)
         self.tally.dropped += game.dropped
         game.dropped = 0
         if self.on_round is not None:

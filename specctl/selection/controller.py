@@ -3,6 +3,7 @@
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,31 @@ from specctl.selection.policies.policy import AnyArray, Array
 from specctl.selection.prompt_memory import PromptMemory
 
 GAMES = 256  # games that wait for another text of their key; the oldest is forgotten
+LAST = 10_000  # durations that a median is taken over
+
+
+@dataclass
+class Durations:
+    """Durations of one kind of work: their number, their sum, and the last ones for a median. A stream has no end."""
+
+    count: int = 0
+    total: float = 0.0
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
+
+    def add(self, duration: float) -> None:
+        self.count += 1
+        self.total += duration
+        self.last.append(duration)
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of all durations, or None without any."""
+        return self.total / self.count if self.count else None
+
+    @property
+    def median(self) -> float | None:
+        """The median of the last durations, or None without any."""
+        return median(self.last) if self.last else None
 
 
 @dataclass
@@ -34,12 +60,12 @@ class Tally:
     """Counts and costs of choosing, over all texts of a controller."""
 
     pulls: Counter[int] = field(default_factory=Counter)
-    decide_us: list[float] = field(default_factory=list)  # per round, learning included
-    score_s: list[float] = field(default_factory=list)  # per scoring
+    decide_us: Durations = field(default_factory=Durations)  # per round, learning included
+    score_s: Durations = field(default_factory=Durations)  # per scoring
     scored: int = 0  # tokens
     switches: int = 0  # rounds with another arm than the text's round before
     caught_up: int = 0  # missed tokens that the new arms had to read
-    switch_s: list[float] = field(default_factory=list)  # seconds of this reading, per arm and round
+    switch_s: Durations = field(default_factory=Durations)  # of this reading, per arm and round
     dropped: int = 0  # rewards and losses that were not finite, in finished games
 
 
@@ -241,10 +267,11 @@ class Selector(Controller):
                 self.tally.caught_up += self.arms[arm].drafter.lag(state)[b]
                 new.add(arm)
         for arm in sorted(new):
-            self.tally.switch_s.append(self.arms[arm].catch_up(state))
-            self.catch_up_clock.record(arm, self.tally.switch_s[-1])
+            seconds = self.arms[arm].catch_up(state)
+            self.tally.switch_s.add(seconds)
+            self.catch_up_clock.record(arm, seconds)
             for b in state.live:  # all of the batch wait
-                self.plays[state.rows[b]].seconds += self.tally.switch_s[-1] / len(state.live)
+                self.plays[state.rows[b]].seconds += seconds / len(state.live)
 
     @torch.inference_mode()
     def observe(self, state: DecodeState, result: RoundResult) -> None:
@@ -352,9 +379,10 @@ class Selector(Controller):
         clock = work_clock(state.device)
         began = clock()
         scores = self.scorer.score(state, wanted)
-        self.tally.score_s.append(clock() - began)
+        seconds = clock() - began
+        self.tally.score_s.add(seconds)
         for b in slots:  # all of the batch wait
-            self.plays[state.rows[b]].seconds += self.tally.score_s[-1] / len(slots)
+            self.plays[state.rows[b]].seconds += seconds / len(slots)
         self.tally.scored += sum(wanted)
         # A draft is no deeper than its number of nodes, which is limited by the batch's budget and by the arm.
         played = self.plays[state.rows[slots[0]]].arm
@@ -374,7 +402,7 @@ class Selector(Controller):
         if over:
             self._withdraw(play)
             game.ended()
-        self.tally.decide_us.append(entry.decide_us)
+        self.tally.decide_us.add(entry.decide_us)
         play.seconds += entry.decide_us / 1e6
         play.rounds += 1
         if self.on_round is None:

@@ -15,7 +15,7 @@ from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection import controller as controller_module
 from specctl.selection.arms import Arm, plain_arm, taps_of
 from specctl.selection.assembly import Decoding, make_selector
-from specctl.selection.controller import ActiveText, PolicyInputs, Selector
+from specctl.selection.controller import LAST, ActiveText, Durations, PolicyInputs, Selector, Tally
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
@@ -183,7 +183,7 @@ def test_the_seconds_of_a_text_include_reading_its_prompt_and_scoring(target, pr
     chooser.on_text = told.append
     (text,) = played(target, chooser, prompts[:1], [None])
     seconds = told[0] * text.decoded_tokens * chooser.clock.mean[0]
-    assert seconds // 1000 == (len(chooser.tally.score_s) if algo == "hedgespec" else 1)
+    assert seconds // 1000 == (chooser.tally.score_s.count if algo == "hedgespec" else 1)
 
 
 def test_two_concurrent_texts_of_one_game_are_refused(target, pool, prompts):
@@ -263,7 +263,7 @@ def test_a_drafter_that_cannot_be_scored_gets_no_weight(target, pool, prompts, c
     found = [played(target, controller, [prompt], ["same"])[0] for prompt in prompts]
     plain = decode(target, prompts, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * len(prompts))
     assert [one.output_ids for one in found] == [one.output_ids for one in plain]
-    assert controller.failures == len(controller.tally.score_s) > 1
+    assert controller.failures == controller.tally.score_s.count > 1
     assert capsys.readouterr().err.count("no such row") == 1
     assert log[-1].weights[0] > 0.5 and log[-1].weights[3] < 0.1
     controller.forget()
@@ -278,3 +278,18 @@ def test_taps_are_the_sorted_union_of_all_drafters():
 
     drafters = [Tapped((5, 2)), Lookup(), Tapped((7, 2))]
     assert taps_of([Arm("", drafter) for drafter in drafters]) == (2, 5, 7)
+
+
+def test_a_stream_without_end_keeps_few_durations():
+    """The tally had a list with a number for every round: a server that chose for weeks never freed them."""
+    tally = Tally()
+    kinds = (tally.decide_us, tally.score_s, tally.switch_s)
+    for durations in kinds:
+        assert durations.mean is None and durations.median is None
+        for round in range(3 * LAST):
+            durations.add(float(round))
+        assert (durations.count, durations.total) == (3 * LAST, sum(range(3 * LAST)))
+        assert durations.mean == (3 * LAST - 1) / 2 and durations.median == 2.5 * LAST - 0.5
+        assert len(durations.last) == LAST
+    assert [value for value in vars(tally).values() if isinstance(value, Durations)] == [*kinds]
+    assert not any(isinstance(value, list) for value in vars(tally).values())
