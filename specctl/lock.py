@@ -14,12 +14,14 @@ process (`decoding.models.chat`) closes them. So a child that outlives its paren
 
 import errno
 import fcntl
+import io
 import json
 import os
 import socket
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,7 +42,8 @@ HINT = "wait for that process or stop it, and start again; or use another --outp
 
 
 class Lock:
-    """Lock file at `path`, in an existing directory, held from construction until `release`.
+    """Lock file at `path`, in an existing directory, held from construction until `release`, or until nothing refers to
+    the lock: Ctrl-C can come before the caller has its lock.
 
     Args:
         protected: path of the protected thing, for messages; default: the directory.
@@ -52,31 +55,44 @@ class Lock:
         SpecctlError: the directory cannot be written.
     """
 
+    _file: io.FileIO | None = None
+
     def __init__(self, path: Path, protected: Path | None = None, hint: str = HINT):
         self.path, self.protected, self._hint = path, protected or path.parent, hint
         self._ended, self._signing, self._beats = threading.Event(), threading.Lock(), 0
         began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         self._own = {"host": socket.gethostname(), "pid": os.getpid(), "time": began, "machine": _machine()}
         try:
-            self._fd = self._acquire()
+            self._file = self._acquire()
         except OSError as error:
             raise SpecctlError(f"cannot write {path}: {error.strerror}", hint="choose another --output-dir") from error
-        threading.Thread(target=self._heartbeat, name="lock", daemon=True).start()
+        threading.Thread(target=_heartbeat, args=(weakref.ref(self), self._ended), name="lock", daemon=True).start()
+
+    def __del__(self) -> None:
+        if self._file is not None and os.getpid() == self._own["pid"]:  # not in a forked process
+            with suppress(Exception):
+                self._let_go()
 
     def release(self) -> None:
         """Release the lock, and remove its file unless another process took it over. A second call does nothing."""
         with self._signing:
-            if self._ended.is_set():
-                return
-            self._ended.set()
-        if same_file(self._fd, self.path) and not self._successor():
-            self.path.unlink(missing_ok=True)
-        os.close(self._fd)
+            self._let_go()
 
-    def _acquire(self) -> int:
-        """Return the descriptor of the lock file, flocked and signed."""
+    def _let_go(self) -> None:
+        self._ended.set()
+        if self._file is None or self._file.closed:
+            return
+        try:
+            if same_file(self._file.fileno(), self.path) and not self._successor():
+                self.path.unlink(missing_ok=True)
+        finally:
+            self._file.close()
+
+    def _acquire(self) -> io.FileIO:
+        """Return the lock file, flocked and signed. The file closes itself if an exception comes before its use."""
         while True:
-            fd = self._open()
+            file = io.FileIO(self.path, "r+", opener=lambda *_: self._open())
+            fd = file.fileno()
             try:
                 holder = self._checked_signature(fd)
                 flocked = self._flock(fd)
@@ -91,11 +107,11 @@ class Lock:
                     except OSError:  # the disk is full
                         self.path.unlink(missing_ok=True)
                         raise
-                    return fd
+                    return file
             except BaseException:
-                os.close(fd)
+                file.close()
                 raise
-            os.close(fd)
+            file.close()
 
     def _open(self) -> int:
         try:
@@ -160,16 +176,17 @@ class Lock:
         holder = self._read_signature()
         return holder if holder and not self._own.items() <= holder.items() else None
 
-    def _heartbeat(self) -> None:
-        """Sign every `BEAT` seconds, until the lock is released or another process has taken it over."""
-        while not self._ended.wait(BEAT):
-            if (holder := self._successor()) and not self._ended.is_set():
-                return progress.warn(
-                    f"{self.protected} was taken over by {describe_holder(holder)}: stop one of the two processes"
-                )
-            with self._signing, suppress(OSError):
-                if not self._ended.is_set():
-                    self._sign(self._fd)
+    def beat(self) -> bool:
+        """Sign again. Returns whether the lock is still held: neither released nor taken over by another process."""
+        if (holder := self._successor()) and not self._ended.is_set():
+            progress.warn(
+                f"{self.protected} was taken over by {describe_holder(holder)}: stop one of the two processes"
+            )
+            return False
+        with self._signing, suppress(OSError):
+            if not self._ended.is_set() and self._file is not None:
+                self._sign(self._file.fileno())
+        return not self._ended.is_set()
 
     def _busy(self, holder: Signature) -> UsageError:
         return UsageError(f"{self.protected} is being written by {describe_holder(holder)}", hint=self._hint)
@@ -188,16 +205,24 @@ def hold(path: Path, protected: Path, new: bool = True) -> Iterator[None]:
     if not progress.is_rank_zero():
         yield
         return
+    lock = None
     try:
         lock = Lock(path, protected)
-        try:
-            yield
-        finally:
-            lock.release()
+        yield
     finally:
+        if lock is not None:
+            lock.release()
         if new:
             with suppress(OSError):  # the directory is not empty
                 path.parent.rmdir()
+
+
+def _heartbeat(held: weakref.ref[Lock], ended: threading.Event) -> None:
+    """Sign a lock every `BEAT` seconds, as long as it is held."""
+    while not ended.wait(BEAT):
+        if (lock := held()) is None or not lock.beat():
+            return
+        del lock
 
 
 def describe_holder(holder: Signature) -> str:

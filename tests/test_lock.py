@@ -188,6 +188,57 @@ def test_a_file_that_is_not_a_lock_is_left_alone(place, tmp_path, kind):
     assert not (tmp_path / "nothing").exists()
 
 
+def interrupted_at(count, call):
+    """Run `call`, and raise KeyboardInterrupt at its operation number `count` in lock.py. Returns whether it came so
+    far."""
+    left = count
+
+    def deleting(frame):  # an exception in `__del__` goes nowhere
+        return frame is not None and (frame.f_code.co_name == "__del__" or deleting(frame.f_back))
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if frame.f_code.co_filename != lock.__file__ or deleting(frame):
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if left == 0 and event == "opcode":
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_ctrl_c_at_any_time_leaves_no_lock(place, monkeypatch):
+    """An exception between the acquisition of a lock and the block that releases it left the directory locked until the
+    process ended: in a notebook, every further training said that the process itself was writing there."""
+    monkeypatch.setattr(lock, "BEAT", 60.0)
+
+    def once():
+        with take(place):
+            pass
+
+    count, interrupted = 0, True
+    while interrupted:
+        count += 1
+        place.mkdir(exist_ok=True)
+        interrupted = interrupted_at(count, once)
+        place.mkdir(exist_ok=True)
+        try:
+            lock.Lock(place / lock.NAME).release()
+        except UsageError as error:
+            raise AssertionError(f"locked after operation {count}") from error
+    assert count > 200, "the trace does not reach lock.py"
+
+
 def test_rank_zero_locks_for_all_ranks(place, monkeypatch):
     with take(place):
         monkeypatch.setenv("RANK", "1")
