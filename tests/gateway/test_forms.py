@@ -159,6 +159,7 @@ BAD = [
     ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "Unrecognized"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
     ({"structured_outputs": {"regex": "a"}, "response_format": FORM}, "structured_outputs", "not allowed with"),
+    ({"guided_regex": "a", "response_format": FORM}, "guided_regex", "'guided_regex' is not allowed with"),
     ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_json", "another form"),
     ({"guided_choice": ["a"], "structured_outputs": {"regex": "a"}}, "guided_choice", "another form"),
     ({"guided_grammar": "x"}, "guided_grammar", "Unrecognized"),

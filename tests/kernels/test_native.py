@@ -222,6 +222,29 @@ def test_without_a_compiler_pytorch_is_used(fresh, monkeypatch):
     assert list(fresh.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("exec sleep 60", "broken was stopped after 0.5 s$"),
+        ("kill -9 $$", "broken was ended by signal 9$"),
+        ("exit 3", "broken failed with code 3$"),
+        (
+            "echo 'a.cpp:1: error: no such thing' >&2; seq 999 >&2; exit 1",
+            "broken failed: a.cpp:1: error: no such thing$",
+        ),
+    ],
+)
+def test_the_warning_about_a_compiler_names_its_end(fresh, monkeypatch, script, said):
+    """The last 300 characters were shown: of a time-out the end of the command line, of an error the last notes."""
+    compiler = fresh / "broken"
+    compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] && echo 1 && exit\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(native, "TIMEOUT_S", 0.5 if "sleep" in script else 60)
+    with pytest.warns(UserWarning, match=said):
+        assert native.library() is None
+
+
 def test_a_failing_compiler_is_reported_once(fresh, monkeypatch):
     compiler = fresh / "broken"
     compiler.write_text("#!/bin/sh\n[ $1 = --version ] && echo 1 && exit\necho 'no such option' >&2\nexit 1\n")

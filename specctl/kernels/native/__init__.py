@@ -138,8 +138,7 @@ def library_for(kind: str) -> ctypes.CDLL | None:
         warnings.warn(f"the CPU step runs on PyTorch: {error} (XDG_CACHE_HOME=DIR names another cache)", stacklevel=2)
         return None
     except subprocess.SubprocessError as error:
-        output = getattr(error, "stderr", None) or str(error)
-        warnings.warn(f"the CPU step runs on PyTorch: {compiler} failed: {output.strip()[-300:]}", stacklevel=2)
+        warnings.warn(f"the CPU step runs on PyTorch: {compiler} {_failure(error)}", stacklevel=2)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     found.specctl_pack.argtypes = found.specctl_pack_int8.argtypes = [pointer, number, number, pointer]
@@ -188,6 +187,21 @@ def sample(logits: Tensor, temperature: float, u: float) -> int | None:
     logits = logits.contiguous()
     token = int(found.specctl_sample(logits.data_ptr(), len(logits), 1 / temperature, u))
     return None if token < 0 else token
+
+
+def _failure(error: subprocess.SubprocessError) -> str:
+    """The end of a compiler that made no library, in words: its first error, if it has written one."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"was stopped after {error.timeout:g} s"
+    assert isinstance(error, subprocess.CalledProcessError)
+    output = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or ""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    told = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else None)
+    if told is not None:
+        return f"failed: {told[:300]}"
+    return (
+        f"was ended by signal {-error.returncode}" if error.returncode < 0 else f"failed with code {error.returncode}"
+    )
 
 
 def version() -> str:
