@@ -17,6 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from specctl.decoding.models import lean, loading
+from specctl.decoding.models.describe import path_of
 from specctl.decoding.models.loading import DTYPES, load_config, load_model, load_tokenizer
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -215,6 +216,29 @@ def test_logits_and_states_equal_transformers(family, directory, target, model):
         torch.testing.assert_close(hidden[b, : len(prompt)], states[: len(prompt), -48:], **CLOSE)
         torch.testing.assert_close(rows[b], logits[len(prompt) :], **CLOSE)
         torch.testing.assert_close(tapped[b], states[len(prompt) :], **CLOSE)
+
+
+@pytest.mark.parametrize("path", ["lean", "transformers"])
+def test_a_window_of_a_llama_counts(tmp_path, monkeypatch, path):
+    """Its `config.json` may have `sliding_window`, such as that of a Mistral saved as a Llama. vLLM hides what lies
+    outside of the window, and both steps do. The Llama of `transformers` hides it in `generate` alone, and only from
+    tokens after the prompt; its Mistral, with the same weights, is the reference."""
+    monkeypatch.setattr(lean, "SHORTEST_WINDOW", {"lean": 64, "transformers": 65}[path])
+    place = write_tiny(tmp_path / "window", "MistralConfig", SMALL | {"sliding_window": 64})
+    ids = [(37 * i) % 500 + 10 for i in range(90)]
+    model = load_model(place, device=torch.device("cpu"), dtype=torch.float32)
+    text = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, len(ids) :].tolist()
+    file = Path(place) / "config.json"
+    llama = json.loads(file.read_text()) | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    file.write_text(json.dumps(llama))
+    config = load_config(place)
+    assert (path_of(config)[0], type(config).__name__) == (path, "LlamaConfig")
+    options = {"sampling": GREEDY, "max_new_tokens": NEW, "seeds": [0]}
+    (found,) = decode(load_target(place, device="cpu", dtype="fp32"), [ids], **options)
+    assert found.output_ids == text
+    file.write_text(json.dumps(llama | {"sliding_window": None}))
+    (whole,) = decode(load_target(place, device="cpu", dtype="fp32"), [ids], **options)
+    assert whole.output_ids != text, "the window changes nothing"
 
 
 @pytest.mark.parametrize("path", ["sdpa", "kernel"])
