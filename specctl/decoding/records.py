@@ -46,6 +46,7 @@ class Request:
         label: identity of the text for controllers and logs, if known.
         adjustment: penalties and bias of its logits, or None.
         begun: number of tokens at the end of the prompt that belong to the answer, because the text goes on.
+        reports_logits: the listener of its rounds reads their logits, which only rounds on the host report.
     """
 
     prompt: list[int]
@@ -58,6 +59,7 @@ class Request:
     constraint: Constraint | None = None
     adjustment: Adjustment | None = None
     begun: int = 0
+    reports_logits: bool = False
 
     @property
     def edits_logits(self) -> bool:

@@ -136,9 +136,10 @@ class DecodeState:
         return any(row.stop is None for row in self.rows)
 
     @property
-    def edits_logits(self) -> bool:
-        """Whether some unfinished sequence does (`Request.edits_logits`), which only the host can do."""
-        return any(row.stop is None and row.request.edits_logits for row in self.rows)
+    def needs_host(self) -> bool:
+        """Whether some unfinished sequence edits or reports logits (see `Request`), which only the host can do."""
+        asked = (row.request for row in self.rows if row.stop is None)
+        return any(request.edits_logits or request.reports_logits for request in asked)
 
     @property
     def cached(self) -> list[int]:

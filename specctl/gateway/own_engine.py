@@ -130,9 +130,6 @@ class OwnEngine:
         if not self._alive:
             raise ApiError("the engine has failed", 503)
         self._check_name(asked.model)
-        on_host = self.target.device.type == "cpu" or self.recipe.chooses  # elsewhere log probabilities are not known
-        if asked.alternatives is not None and not on_host:
-            raise ApiError("'logprobs' is not supported on this device", param="logprobs", code="unsupported_parameter")
         for param, ids in (("logit_bias", map(int, asked.logit_bias)), ("stop_token_ids", asked.stop_token_ids)):
             if any(id >= self.target.vocab_size for id in ids):
                 self._unknown_ids(param)
@@ -261,6 +258,7 @@ class OwnEngine:
                     ignores_eos=asked.ignore_eos,
                     constraint=form,
                     adjustment=asked.adjustment(self.target.eos_ids),
+                    reports_logits=asked.alternatives is not None,
                 )
                 generation = Generation(request, channel, index, asked.stops, top_logprobs=asked.alternatives)
                 generation.least, generation.shows_stop = asked.min_tokens, asked.include_stop_str_in_output

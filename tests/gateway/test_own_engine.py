@@ -15,6 +15,7 @@ import torch
 
 from specctl.commands.generate import generate
 from specctl.decoding.controllers import Fixed
+from specctl.decoding.device.rounds import DeviceRounds
 from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.prefix_cache import PrefixCache
@@ -355,6 +356,27 @@ def test_log_probabilities_equal_the_target(target, lookup, make_gateway):
         assert math.isclose(one["logprob"], row[token].item(), abs_tol=1e-3)
         assert math.isclose(one["logprob"], other["logprob"], abs_tol=1e-3)
         assert [top["logprob"] for top in one["top_logprobs"]] == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
+
+
+def test_log_probabilities_where_rounds_run_on_a_device(make_gateway, monkeypatch):
+    """A GPU refused `logprobs`: its rounds report no logits. The host runs the rounds of a batch that asks for them."""
+    asked, other = chat(temperature=0, logprobs=True, top_logprobs=2), chat(temperature=0, max_tokens=40)
+    (on_host,) = make_gateway().ask(CHAT, asked)
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    gateway, rounds, play = make_gateway(), [], DeviceRounds.play
+    monkeypatch.setattr(DeviceRounds, "play", lambda *one: rounds.append(play(*one)) or rounds[-1])
+    (alone,) = gateway.ask(CHAT, asked)
+    assert rounds and not any(rounds)
+    (plain,) = gateway.ask(CHAT, chat(temperature=0))
+    assert any(rounds), "nothing runs on the device"
+    together, _ = gateway.ask(CHAT, asked, other)
+    contents = [one.json()["choices"][0]["logprobs"]["content"] for one in (on_host, alone, together)]
+    assert text_of(alone) == text_of(plain) == text_of(together) != ""
+    for content in contents[1:]:
+        assert [one["token"] for one in content] == [one["token"] for one in contents[0]]
+        for one, reference in zip(content, contents[0], strict=True):
+            assert one["logprob"] == pytest.approx(reference["logprob"], abs=1e-3)
+            assert len(one["top_logprobs"]) == 2
 
 
 def test_several_answers_have_different_seeds(make_gateway):

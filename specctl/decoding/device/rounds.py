@@ -136,7 +136,7 @@ class DeviceRounds:
         """Launch a round of `drafter` and book the previous round. Returns False if that is impossible: then no round
         is pending, and the host must run this round if a sequence is left. When a sequence has finished, no round is
         pending afterwards, so that the host may change the batch."""
-        if self.state.edits_logits or not self.supports(drafter):
+        if self.state.needs_host or not self.supports(drafter):
             self.drain()
             return False
         live = len(self.state.live)
