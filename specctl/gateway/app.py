@@ -20,7 +20,8 @@ PAGE = Path(__file__).resolve().parent.parent / "assets/serve.html"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 TEXT_PATHS = ("/v1/chat/completions", "/v1/completions")
-MODEL_PATHS = ("/v1/models", "/v1/models/{name:path}")
+POSTED_PATHS = (*TEXT_PATHS, "/tokenize", "/detokenize")
+OTHER_PATHS = ("/v1/models", "/v1/models/{name:path}", "/tokenizer_info")
 
 
 class Backend(Protocol):
@@ -29,7 +30,7 @@ class Backend(Protocol):
     meter: Meter
 
     async def texts(self, request: Request, body: bytes) -> Response:
-        """Answer a request for texts: a chat, or completions."""
+        """Answer a request for texts (a chat, or completions) or for the tokens of a text."""
 
     async def other(self, request: Request) -> Response:
         """Answer a GET request that changes nothing, such as the list of models."""
@@ -49,14 +50,14 @@ def make_app(
     limits: LimitsRecipe,
     key: str | None = None,
     *,
-    text_paths: Sequence[str] = TEXT_PATHS,
-    other_paths: Sequence[str] = MODEL_PATHS,
+    text_paths: Sequence[str] = POSTED_PATHS,
+    other_paths: Sequence[str] = OTHER_PATHS,
 ) -> Guard:
     """Make the application.
 
     Args:
         key: API key that clients must send, or None.
-        text_paths: paths with texts as answers (POST).
+        text_paths: paths with texts or their tokens as answers (POST).
         other_paths: paths that the back end answers besides (GET).
     """
     page = front_page()

@@ -53,7 +53,9 @@ So does null, for every field.
 OLDER_FORMS = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """An object of JSON with known fields of exact types."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -67,7 +69,7 @@ class _Body(BaseModel):
         return {name: value for name, value in document.items() if value is not None}
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options of a stream: `include_usage` adds a last event with the numbers of tokens. With it,
     `continuous_usage_stats` (vLLM's) adds the numbers up to now to every event."""
 
@@ -76,7 +78,7 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = False
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     """A schema for an answer. It is always enforced, also if `strict` is false."""
 
     name: str | None = None
@@ -85,7 +87,7 @@ class JsonSchema(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """Form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -99,7 +101,7 @@ class ResponseFormat(_Body):
         return self
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(Body):
     """vLLM's form of an answer: one of a JSON schema, any object, a regular expression, and a list of texts."""
 
     json_: dict[str, Any] | Annotated[str, Field(max_length=LONGEST_FORM)] | None = Field(None, alias="json")
@@ -142,7 +144,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
-class TextsRequest(_Body):
+class TextsRequest(Body):
     """Fields that both kinds of requests share."""
 
     model: str | None = None
@@ -304,7 +306,7 @@ class TextsRequest(_Body):
         return None
 
 
-class Message(_Body):
+class Message(Body):
     """A message of a conversation; `checked_messages` checks the values."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -454,10 +456,11 @@ class CompletionRequest(TextsRequest):
 
 
 Parsed = TypeVar("Parsed", bound=TextsRequest)
+Valid = TypeVar("Valid", bound=Body)
 
 
-def parse(kind: type[Parsed], body: bytes) -> Parsed:
-    """Parse the body of a request. Raises ApiError."""
+def document_of(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises ApiError."""
     try:
         document = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -465,12 +468,25 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
         raise ApiError(f"the body is not valid JSON: {reason}", code="invalid_json") from None
     if not isinstance(document, dict):
         raise ApiError("the body must be a JSON object", code="invalid_json")
+    return document
+
+
+def validated(kind: type[Valid], document: dict[str, Any]) -> Valid:
+    """The document as a request. Raises ApiError."""
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise of_validation(error) from None
+
+
+def parse(kind: type[Parsed], body: bytes) -> Parsed:
+    """Parse the body of a request for texts. Raises ApiError."""
+    document = document_of(body)
     older = next((name for name in OLDER_FORMS if document.get(name) is not None), None)
     try:
-        asked = kind.model_validate(document)
-    except (ApiError, ValidationError) as error:
-        refused = of_validation(error) if isinstance(error, ValidationError) else error
-        raise with_form_name(refused, older) from None
+        asked = validated(kind, document)
+    except ApiError as error:
+        raise with_form_name(error, older) from None
     asked._older_form = older
     return asked
 

@@ -20,7 +20,7 @@ from specctl.decoding.records import Label, Request
 from specctl.decoding.target import Target
 from specctl.distillation.messages import arguments_with, text_of
 from specctl.errors import CheckpointError, DataError
-from specctl.gateway import forms, openai_requests
+from specctl.gateway import forms, openai_requests, tokenizing
 from specctl.gateway.engine_thread import Channel, EngineThread, Generation
 from specctl.gateway.limits import BUSY_S
 from specctl.gateway.metrics import Meter
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 CHAT = "/v1/chat/completions"
+TOKEN_PATHS = (tokenizing.TOKENIZE, tokenizing.DETOKENIZE)
 
 
 class OwnEngine:
@@ -63,7 +64,10 @@ class OwnEngine:
     async def texts(self, request: HttpRequest, body: bytes) -> Response:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise ApiError("send the body without 'Content-Encoding': it must not be compressed", 415)
-        chat = request.scope["path"] == CHAT  # `request.url` also depends on the header Host
+        path = request.scope["path"]  # `request.url` also depends on the header Host
+        if path in TOKEN_PATHS:
+            return await self._tokenizer(path, body)
+        chat = path == CHAT
         asked: TextsRequest = openai_requests.parse(ChatRequest if chat else CompletionRequest, body)
         self._check_model(asked)
         prompts = await self._prompts(asked)
@@ -103,7 +107,26 @@ class OwnEngine:
         # Log probabilities of a long answer take seconds.
         return await asyncio.to_thread(lambda: JSONResponse(form.whole(choices, usage)))
 
+    async def _tokenizer(self, path: str, body: bytes) -> Response:
+        """Answer /tokenize or /detokenize."""
+        run, worker = asyncio.get_running_loop().run_in_executor, self._tokenizing
+        if path == tokenizing.DETOKENIZE:
+            given = await run(worker, tokenizing.parse_detokenize, body)
+            self._check_name(given.model)
+            if given.tokens and max(given.tokens) >= self.target.vocab_size:
+                self._unknown_ids("tokens")
+            return JSONResponse({"prompt": str(await run(worker, self.target.tokenizer.decode, given.tokens))})
+        asked = await run(worker, tokenizing.parse_tokenize, body)
+        self._check_name(asked.model)
+        if isinstance(asked, ChatRequest):
+            (ids,), strings = await self._prompts(asked), False
+        else:
+            ids, strings = await run(worker, tokenizing.encoded, self.target, asked), asked.return_token_strs
+        return JSONResponse(await run(worker, tokenizing.answer, self.target, ids, strings))
+
     async def other(self, request: HttpRequest) -> Response:
+        if request.scope["path"] == tokenizing.INFO:
+            return JSONResponse(tokenizing.information(self.target))
         name = request.path_params.get("name")
         about = {"id": self.name, "object": "model", "created": self.created, "owned_by": "specctl"}
         about["max_model_len"] = self.target.context_length

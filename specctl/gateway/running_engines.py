@@ -43,7 +43,15 @@ if TYPE_CHECKING:
 LONGEST_ANSWER = 256 * 2**20  # bytes of an answer that is not streamed
 LONGEST_READ_ANSWER = 4 * 2**20  # bytes of an answer that is read for counters, for 0.1 s: other requests wait
 MOST_ENGINES = 2  # engines that may see one request: a prompt on which engines fail must not stop all of them
-ENGINE_PATHS = ("/v1/models", "/v1/models/{name:path}", "/version", "/ping", "/get_model_info", "/props")
+ENGINE_PATHS = (
+    "/v1/models",
+    "/v1/models/{name:path}",
+    "/tokenizer_info",
+    "/version",
+    "/ping",
+    "/get_model_info",
+    "/props",
+)
 POSTED_PATHS = (*TEXT_PATHS, *proxy_messages.OWN_PATHS, "/tokenize", "/detokenize")
 RETRY_STATUSES = {429, 500, 502, 503, 504}  # statuses after which another server is tried
 REST_STATUSES = {502, 503, 504}  # statuses that tell of the server; others may be the fault of one request
