@@ -163,6 +163,17 @@ def test_logprobs_equal_those_of_the_trainer(learning, plain):
     assert not torch.allclose(at_one.gather(1, ids[:, None])[:, 0], logprobs, atol=0.01)
 
 
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+def test_roll_outs_without_log_probabilities_train_alike(tmp_path, tiny, copy, plain, monkeypatch, device):
+    """Nothing else may depend on them. Their rounds can run on a device, whose texts the drafter learns from, too."""
+    if device:
+        monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    found = run(tmp_path, tiny, Watched(copy, LEARNS, logprobs=False))
+    assert same_training(found, plain)
+    assert [made["logprobs"] for made in found[0].returned] == [None, None]
+    assert [batch.lesson for batch in found[0].batches] == ["updated", "updated"]
+
+
 def test_texts_are_samples_of_the_current_policy(learning, tiny):
     """Each batch equals plain decoding with the same seeds and the weights of that step, and differs from the step
     before."""
