@@ -49,10 +49,10 @@ def check_outside(path: Path, mark: str = "") -> None:
     known = path / mark
     if os.path.isfile(known) or (os.path.isdir(known) and any(known.iterdir())):
         return
-    for folder in known.resolve().parents:
+    for folder in Path(os.path.realpath(known)).parents:  # unlike `Path.resolve`, without an error for a loop of links
         kind = next((kind for kind, marks in MARKS.items() if os.path.isfile(folder / marks[-1])), None)
         if kind is not None:
-            where = "is" if folder == path.resolve() else f"is inside {folder}, which is"
+            where = "is" if folder == Path(os.path.realpath(path)) else f"is inside {folder}, which is"
             raise UsageError(
                 f"{path} {where} a {kind}, and --overwrite of that {kind} would delete an output there",
                 hint=f"choose a place outside {folder}",

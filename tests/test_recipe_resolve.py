@@ -120,6 +120,8 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path):
         ("a: [1\n", ":2: not YAML: expected ',' or ']', but got the end of the file"),
         ("a: 1\nb: !!int x\n", ":2: not a value of"),
         ("a: !!bool x\n", ":1: not a value of"),
+        ("command: [eval]\n", ":1: command: this recipe is for ['eval'], not 'train-drafter'"),
+        ("command: {a: 1}\n", ":1: command: this recipe is for {'a': 1}, not 'train-drafter'"),
         ("a: " + "[" * 5000, ":1: nested too deeply, over 50 levels"),
     ],
 )
@@ -579,3 +581,12 @@ def test_a_huge_number_of_threads_is_refused():
     """PyTorch would start them all, or fail without naming the key."""
     (line,) = problems("generate", overrides=["resources.threads=1000000"])
     assert "resources.threads" in line and "less than or equal to 1024" in line
+
+
+@pytest.mark.parametrize("command", ["[eval]", "{a: 1}", "7"])
+def test_a_command_that_is_no_name_is_refused(tmp_path, command):
+    """A list was an unexpected TypeError."""
+    path = tmp_path / "r.yaml"
+    path.write_text(f"command: {command}\n")
+    with pytest.raises(RecipeError, match="command: must be one of"):
+        command_of(path)

@@ -288,8 +288,9 @@ def check_output(command: str, path: Path, *, resume: bool | None = None, overwr
 
     if not progress.is_rank_zero():
         return
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"{path} is a file, not a directory", hint="choose another --output-dir")
+    if os.path.lexists(path) and not os.path.isdir(path):
+        kind = "a file, not a directory" if os.path.exists(path) else "a link that leads nowhere"
+        raise UsageError(f"{path} is {kind}", hint="choose another --output-dir")
     check_same_command(path, command)
     product = PRODUCTS.get(command)
     if product is not None:

@@ -325,7 +325,11 @@ def _inside(root: Path, name: str) -> Path:
     """
     path = root / name
     try:
-        plain = Path(name).name == name and name.isprintable() and path.resolve().is_relative_to(root.resolve())
+        plain = (
+            Path(name).name == name
+            and name.isprintable()
+            and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+        )
         if not plain:
             raise CheckpointError(
                 f"{root}: its file {brief(name)!r} points outside this directory",
@@ -372,6 +376,6 @@ def find_generalist(places: list[Path], family: str, target: str, output: Path) 
         made_for, domains = config.get("target"), info.get("domain")
         fits = config.get("family") == family and isinstance(made_for, dict) and made_for.get("name") == target
         count = len(domains) if isinstance(domains, list) else 0
-        if fits and count > 1 and "lora" not in config and directory.resolve() != output.resolve():
+        if fits and count > 1 and "lora" not in config and os.path.realpath(directory) != os.path.realpath(output):
             found[directory] = count, info.get("train_tokens") or 0
     return max(found, key=lambda directory: found[directory]) if found else None

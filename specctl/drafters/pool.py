@@ -121,7 +121,7 @@ def learnable_parts(paths: Iterable[str]) -> dict[Path, list[str]]:
     for path in given:
         head = Path(parts_of(path)[0]).expanduser()
         if checkpoint.is_drafter(head) and checkpoint.family(head) in online_families():
-            same = next((one for one in found if one.resolve() == head.resolve()), head)
+            same = next((one for one in found if os.path.realpath(one) == os.path.realpath(head)), head)
             found.setdefault(same, []).append(path)
     if not found:
         have = f"{', '.join(given)} {'has' if len(given) == 1 else 'have'}"

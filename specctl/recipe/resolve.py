@@ -187,7 +187,7 @@ def command_of(name: str | Path) -> str:
     text, label = _recipe(name)
     named = yaml_file.load(text, label)[0].get("command")
     command = TODAY.get(named, named) if isinstance(named, str) else named
-    if command not in RECIPES:
+    if not isinstance(command, str) or command not in RECIPES:
         raise RecipeError(f"{label}: command: must be one of {', '.join(RECIPES)} (got {command!r})")
     return command
 
@@ -227,8 +227,9 @@ def _from_file(command: str, recipe: str | Path, problems: list[str]) -> tuple[l
     text, label = _recipe(recipe)
     data, lines = yaml_file.load(text, label)
     meant_for = data.pop("command", command)
-    if meant_for not in aliases.accepted_files(command):
+    if not isinstance(meant_for, str) or meant_for not in aliases.accepted_files(command):
         problems.append(f"{label}:{lines[('command',)]}: command: this recipe is for {meant_for!r}, not {command!r}")
+        meant_for = command
     return list(_flatten(data, (), label, lines)), meant_for
 
 

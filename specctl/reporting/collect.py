@@ -5,6 +5,7 @@ is an error.
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -73,7 +74,7 @@ def read(directories: Sequence[Path]) -> list[RunRecord]:
 
     Raises UsageError for a path that is not a run directory, and SpecctlError if run.json or result.json is broken.
     """
-    unique = list({path.resolve(): path for path in directories}.values())
+    unique = list({os.path.realpath(path): path for path in directories}.values())
     runs = [_read(path) for path in unique]
     commands = [run.command for run in runs]
     for index, run in enumerate(runs):

@@ -6,6 +6,7 @@ A `Companion` is a text drafter that drafts together with every head.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -236,7 +237,7 @@ def pool_paths(recipe: PoolRecipe | ServeRecipe) -> list[str]:
     """
     named_alone = isinstance(recipe, ServeRecipe) and recipe.pool is None  # without the default pool of experiments
     names = [*([] if named_alone else map(str, _directories(recipe.pool))), *recipe.drafters]
-    places = [Path(name).resolve() for name in names]  # ./a and a are the same
+    places = [os.path.realpath(name) for name in names]  # ./a and a are the same
     twice = [name for name, place in zip(names, places, strict=True) if places.count(place) > 1]
     if twice:
         raise UsageError(f"{twice[0]} is in the pool twice", hint="name it once")

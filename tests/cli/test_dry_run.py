@@ -501,6 +501,15 @@ def test_other_outputs_inside_a_drafter_are_refused(specctl, workplace):
     specctl.ok("eval", "--output-dir", "drafters/run", "--dry-run")  # beside drafters
 
 
+@pytest.mark.parametrize("line", ["distill --output-dir x", "eval --output-dir x", "report x", "serve --pool x"])
+def test_a_loop_of_links_is_an_error_with_a_remedy(specctl, workplace, monkeypatch, line):
+    """`Path.resolve` raises RuntimeError for it, which was reported as a fault of specctl."""
+    monkeypatch.chdir(workplace)
+    (workplace / "x").symlink_to("x")
+    done = specctl(*line.split(), *([] if line.startswith("report") else ["--dry-run"]))
+    assert done.code == 2 and "unexpected" not in done.err, done.err
+
+
 def test_an_output_that_is_already_inside_a_drafter_goes_on(specctl, workplace):
     """Earlier versions accepted it, and its run can be resumed."""
     run = workplace / "drafters/sql-eagle3/run"
