@@ -42,6 +42,10 @@ class RunRecord:
         """Label for `name` that distinguishes it from other runs of the command."""
         return f"{name} #{self.number}" if self.number else name
 
+    def stem(self, name: str) -> str:
+        """Stem of a file name for `name` that distinguishes it from other runs of the command."""
+        return f"{name}-{self.number}" if self.number else name
+
     def keys(self) -> dict[str, Any]:
         """Flatten the recipe to `{"sampling.seed": 0, …}`; empty if it cannot be read."""
         try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from specctl.reporting.collect import RunRecord, flat
-from specctl.reporting.tables import blank, with_mark
+from specctl.reporting.tables import blank, usable_value, with_mark
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,6 +56,27 @@ def numbers(values: Iterable[Any]) -> list[float]:
     return [float(value) if isinstance(value, int | float) else math.nan for value in values]
 
 
+def add(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Add two lists of numbers item by item. The shorter one is continued with zeros."""
+    return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
+
+
+def headline(results: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> dict[str, Any]:
+    """Return the numbers of a single result by title; several results have no headline.
+
+    `titles` maps fields to titles. Fields without a usable value are left out.
+    """
+    if len(results) > 1:
+        return {}
+    values = {title: usable_value(results[0], key) for key, title in titles.items()}
+    return {title: value for title, value in values.items() if value is not None}
+
+
+def labeled_rows(runs: Sequence[RunRecord], key: str, name: str) -> list[dict[str, Any]]:
+    """Collect the rows in field `key` of all results. `label` is the field `name` of a row, distinguished by run."""
+    return [{**row, "label": run.named(str(row.get(name)))} for run in runs for row in run.result.get(key) or []]
+
+
 def records(name: str, title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> ReportTable:
     """Build a table from objects. `columns` maps fields to headings; a field without a value in any row is left out."""
     there = {key: heading for key, heading in columns.items() if any(not blank(row.get(key)) for row in rows)}
@@ -79,7 +101,7 @@ def fallback_contents(runs: Sequence[RunRecord]) -> Contents:
             if _objects(rows):
                 flattened = [dict(flat(row)) for row in rows]
                 columns = {name: name for row in flattened for name in row}
-                tables.append(records(run.named(key).replace(" #", "-"), run.named(key), flattened, columns))
+                tables.append(records(run.stem(key), run.named(key), flattened, columns))
     return Contents(tables=tables)
 
 

@@ -57,10 +57,12 @@ def labeled(rows: Sequence[Mapping[str, Any]], x: str, y: str, looks: Looks) -> 
     return made
 
 
-def picture(name: str, caption: str, panels: Sequence[Panel], x_label: str) -> list[Picture]:
+def picture(
+    name: str, caption: str, panels: Sequence[Panel], x_label: str, *, powers_of_two: bool = False
+) -> list[Picture]:
     """Draw the panels with lines over an axis of whole numbers. Returns an empty list if all panels are empty."""
     filled = [panel for panel in panels if panel.lines]
-    return [Picture(name, caption, lines(filled, x_label, whole=True))] if filled else []
+    return [Picture(name, caption, lines(filled, x_label, powers_of_two=powers_of_two, whole=True))] if filled else []
 
 
 def lines(panels: Sequence[Panel], x_label: str, *, powers_of_two: bool = False, whole: bool = False) -> Figure:

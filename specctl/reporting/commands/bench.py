@@ -1,19 +1,14 @@
 """Report of `bench`: decoding by batch size, target steps by rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
-from specctl.reporting.contents import Contents, Picture, numbers, records
+from specctl.reporting.contents import Contents, Picture, headline, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
 from specctl.reporting.tables import headings, usable_value
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 DECODING = headings(
     *("label", "batch", "mat", "tokens_per_s", "with_prefill", "speedup", "of_batch_1", "speedup_transformers"),
@@ -38,18 +33,12 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         {**row, "label": run.named(_contender(row))} for run in runs for row in run.result.get("decoding") or []
     ]
     steps = [{**row, "label": run.named("step")} for run in runs for row in run.result.get("steps") or []]
-    pictures = []
-    if decoding:
-        caption = "Speed of decoding all prompts in batches; plain decoding in the same batch is 1."
-        pictures.append(Picture("decoding", caption, _decoding(decoding, looks)))
-    if steps:
-        caption = "Time of one forward of the target over several rows, and of reading its weights once."
-        pictures.append(Picture("steps", caption, _steps(steps)))
     tables = [
         records("decoding", "Decoding", decoding, DECODING),
         records("steps", "Target steps", steps, STEPS),
     ]
-    return Contents(_headline(runs), pictures, tables)
+    titles = {key: key for key in ("target", "device", "dtype", "threads")}
+    return Contents(headline([run.result for run in runs], titles), _decoding(decoding, looks) + _steps(steps), tables)
 
 
 def _contender(row: Row) -> str:
@@ -57,29 +46,25 @@ def _contender(row: Row) -> str:
     return row["drafter"] if length is None else f"{row['drafter']}, {length} nodes"
 
 
-def _headline(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    if len(runs) > 1:
-        return {}
-    keys = ("target", "device", "dtype", "threads")
-    return {key: runs[0].result[key] for key in keys if runs[0].result.get(key) is not None}
-
-
-def _decoding(rows: Sequence[Row], looks: Looks) -> Figure:
+def _decoding(rows: Sequence[Row], looks: Looks) -> list[Picture]:
     speeds = curves.labeled(rows, "batch", "tokens_per_s", looks)
-    panels = [Panel("tokens/s, decode phase", speeds, limits=(0, None))]
-    faster = [row for row in rows if usable_value(row, "speedup") is not None]
-    if lines := curves.labeled(faster, "batch", "speedup", looks):
-        panels.append(Panel("speed-up\n(over plain, same batch)", lines, reference=(1.0, "plain decoding")))
-    return curves.lines(panels, "batch (sequences)", powers_of_two=True)
+    usable = [row for row in rows if usable_value(row, "speedup") is not None]
+    faster = curves.labeled(usable, "batch", "speedup", looks)
+    panels = [
+        Panel("tokens/s, decode phase", speeds, limits=(0, None)),
+        Panel("speed-up\n(over plain, same batch)", faster, reference=(1.0, "plain decoding")),
+    ]
+    caption = "Speed of decoding all prompts in batches; plain decoding in the same batch is 1."
+    return curves.picture("decoding", caption, panels, "batch (sequences)", powers_of_two=True)
 
 
-def _steps(rows: Sequence[Row]) -> Figure:
+def _steps(rows: Sequence[Row]) -> list[Picture]:
     looks, lines = Looks(), []
     for key, name in (("ours_ms", "ours"), ("transformers_ms", "transformers"), ("weights_ms", "reading the weights")):
         for label in dict.fromkeys(row["label"] for row in rows):
             mine = [row for row in rows if row["label"] == label]
             full = label.replace("step", name, 1)
             lines.append(Curve(full, numbers(r["rows"] for r in mine), numbers(r.get(key) for r in mine), looks[full]))
-    return curves.lines(
-        [Panel("milliseconds", lines, limits=(0, None))], "rows of the step (tokens)", powers_of_two=True
-    )
+    caption = "Time of one forward of the target over several rows, and of reading its weights once."
+    panel = Panel("milliseconds", lines, limits=(0, None))
+    return curves.picture("steps", caption, [panel], "rows of the step (tokens)", powers_of_two=True)

@@ -39,7 +39,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         made.tables += [_ids(run, card["prompts"]["ids"]), _facts(run, card)]
         caption = f"Lengths of prompts and responses in tokens, {run.named('distill')}."
         figure = _histograms({name: card["responses"][key] for key, name in LENGTHS.items()}, looks)
-        made.pictures.append(Picture(run.named("lengths").replace(" #", "-"), caption, figure))
+        made.pictures.append(Picture(run.stem("lengths"), caption, figure))
     return made
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import acceptance
-from specctl.reporting.contents import Contents, Picture, records
+from specctl.reporting.contents import Contents, labeled_rows, records
 from specctl.reporting.curves import Panel
 from specctl.reporting.style import Looks
 from specctl.reporting.tables import headings
@@ -37,7 +37,6 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         for run in runs
         for row in run.result["servers"]
     ]
-    lengths = [{**row, "label": run.named(row["server"])} for run in runs for row in run.result["lengths"]]
     made = Contents()
     over_load = {
         key: curves.labeled(rows, "concurrency", key, looks)
@@ -49,11 +48,8 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         Panel("mat", over_load["mat"]),
         Panel("× baseline", over_load["speedup"], reference=(1.0, "the baseline server")),
     ]
-    filled = [panel for panel in panels if panel.lines]
-    if filled:
-        caption = "Speed and mat of the servers by requests in flight, for each domain."
-        figure = curves.lines(filled, "requests in flight", powers_of_two=True)
-        made.pictures.append(Picture("load", caption, figure))
+    caption = "Speed and mat of the servers by requests in flight, for each domain."
+    made.pictures += curves.picture("load", caption, panels, "requests in flight", powers_of_two=True)
     accepted = {
         f"{row['label']}, {row['concurrency']} in flight": row["acceptance_by_position"]
         for row in rows
@@ -68,7 +64,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     priced = "Predicted speed over the baseline for drafters with another mat and the same cost"
     made.tables = [
         records("servers", "Servers by load", rows, SERVERS),
-        records("lengths", "Servers by length of prompts", lengths, LENGTHS),
+        records("lengths", "Servers by length of prompts", labeled_rows(runs, "lengths", "server"), LENGTHS),
         records("worth", priced, worth, WORTH | {_at(mat): _at(mat) for mat in sorted(mats)}),
     ]
     if accepted:

@@ -1,7 +1,6 @@
 """Report of `eval`: mat and speed-up with intervals, drafter × domain, acceptance by depth."""
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 from specctl import regular_files
@@ -9,7 +8,7 @@ from specctl.reporting import bars, plots
 from specctl.reporting.bars import Bar
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import acceptance
-from specctl.reporting.contents import Contents, Picture, ReportTable, records
+from specctl.reporting.contents import Contents, Picture, ReportTable, add, labeled_rows, records
 from specctl.reporting.style import BASELINES, Looks, is_baseline
 from specctl.reporting.tables import headings, usable_value
 
@@ -49,16 +48,12 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         for metric, matrix in _matrices(run).items():
             verdict = f" {matrix['verdict'].capitalize()}." if matrix.get("verdict") else ""
             caption = f"{run.named('Drafter × domain')}: {plots.LABELS[metric][1]}.{verdict}"
-            name = run.named(f"matrix-{metric}").replace(" #", "-")
-            made.pictures.append(Picture(name, caption, plots.heat_map(matrix)))
+            made.pictures.append(Picture(run.stem(f"matrix-{metric}"), caption, plots.heat_map(matrix)))
     shares = {name: values for run in runs for name, values in _acceptance(run).items()}
     pooled = {name: shares[name] for name in dict.fromkeys(row["label"] for row in rows) if name in shares}
     if pooled:
-        made.pictures.append(
-            acceptance.picture(
-                pooled, looks, f"all texts; depths with fewer than {MIN_DRAFT_TOKENS} drafts are left out"
-            )
-        )
+        texts = f"all texts; depths with fewer than {MIN_DRAFT_TOKENS} drafts are left out"
+        made.pictures.append(acceptance.picture(pooled, looks, texts))
     made.tables += _tables(runs, rows)
     if pooled:
         made.tables.append(acceptance.by_position(pooled))
@@ -67,7 +62,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 def _rows(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Return all rows with labels, sorted so that one drafter's rows in one domain are adjacent across runs."""
-    rows = [{**row, "label": run.named(row["drafter"])} for run in runs for row in run.result.get("rows") or []]
+    rows = labeled_rows(runs, "rows", "drafter")
     domains, drafters = (list(dict.fromkeys(row[key] for row in rows)) for key in ("domain", "drafter"))
     return sorted(rows, key=lambda row: (domains.index(row["domain"]), drafters.index(row["drafter"])))
 
@@ -110,9 +105,8 @@ def _headline(rows: Sequence[Row]) -> dict[str, Any]:
     """Best drafter by mat and by speed-up, excluding baselines, averaged over domains."""
     shown = {}
     for metric, name in (("mat", "mat"), ("speedup", "× plain")):
-        means = _means(rows, metric)
-        if means:
-            best = max(means, key=lambda drafter: means[drafter])
+        if means := _means(rows, metric):
+            best = max(means, key=means.__getitem__)
             shown[f"best {name}: {best}"] = means[best]
     return shown
 
@@ -196,7 +190,7 @@ def _acceptance(run: RunRecord) -> dict[str, list[Any]]:
         rows = []
     for row in rows:
         accepted, offered = counts.get(row["drafter"], ([], []))
-        counts[row["drafter"]] = _sum(accepted, row["accepted_by_depth"]), _sum(offered, row["offered_by_depth"])
+        counts[row["drafter"]] = add(accepted, row["accepted_by_depth"]), add(offered, row["offered_by_depth"])
     rates = {
         name: [
             hits / number if number >= MIN_DRAFT_TOKENS else None
@@ -208,7 +202,3 @@ def _acceptance(run: RunRecord) -> dict[str, list[Any]]:
     if not rates and len({row["domain"] for row in result}) == 1:
         rates = {row["drafter"]: row.get("acceptance_by_position") or [] for row in result}
     return {run.named(name): values for name, values in rates.items() if any(value is not None for value in values)}
-
-
-def _sum(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    return [a + b for a, b in zip_longest(first, second, fillvalue=0)]

@@ -6,10 +6,9 @@ from typing import Any
 
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
-from specctl.reporting.contents import Contents, Picture, numbers, records
+from specctl.reporting.contents import Contents, Picture, headline, labeled_rows, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks, grey
-from specctl.reporting.tables import usable_value
 
 CHUNK = {
     "mat": "mat\n(tokens per pass of the target)",
@@ -35,15 +34,11 @@ CONTENDER = {
     "rollbacks": "updates taken back",
     "unusable": "× plain not usable",
 }
-HEADLINE = (
-    *("mat", "mat_first", "mat_last", "speedup", "speedup_with_training", "over_lookup_with_training", "chunks"),
-)
+HEADLINE = ("mat", "mat_first", "mat_last", "speedup", "speedup_with_training", "over_lookup_with_training", "chunks")
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    contenders = [
-        {**_in_words(row), "label": run.named(row["algo"])} for run in runs for row in run.result.get("learners") or []
-    ]
+    contenders = [_in_words(row) for row in labeled_rows(runs, "learners", "algo")]
     chunks: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
         for row in run.result.get("per_chunk") or []:
@@ -51,10 +46,8 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     learners = Looks()
     panels = [Panel(label, _lines(chunks, key, learners)) for key, label in CHUNK.items()]
     panels[0].lines.extend(static_curves(chunks))
-    made = Contents()
-    if len(runs) == 1:
-        values = {CONTENDER.get(key, key): usable_value(runs[0].result, key) for key in HEADLINE}
-        made.headline = {title: value for title, value in values.items() if value}
+    titles = {key: CONTENDER.get(key, key) for key in HEADLINE}
+    made = Contents(headline([run.result for run in runs], titles))
     caption = "Online drafters, chunk by chunk of the stream."
     made.pictures += curves.picture("chunks", caption, panels, "chunk")
     for name, found in chunks.items():

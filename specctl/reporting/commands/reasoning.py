@@ -8,7 +8,7 @@ from typing import Any
 
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
-from specctl.reporting.contents import Contents, records
+from specctl.reporting.contents import Contents, labeled_rows, records
 from specctl.reporting.curves import Panel
 from specctl.reporting.style import Looks
 
@@ -42,8 +42,8 @@ INTERVALS = ("step_acceptance", "speedup", "agreement", "accuracy")
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     made = Contents()
-    modes = [{**_flat(row), "label": run.named(row["mode"])} for run in runs for row in run.result["modes"]]
-    chunks = [{**row, "label": run.named(row["mode"])} for run in runs for row in run.result.get("per_chunk") or []]
+    modes = [_flat(row) for row in labeled_rows(runs, "modes", "mode")]
+    chunks = labeled_rows(runs, "per_chunk", "mode")
     colors = Looks()
     drafted = [row for row in chunks if row["mode"] != "target"]
     panels = [Panel(title, curves.labeled(drafted, "chunk", key, colors)) for key, title in CHUNK.items()]

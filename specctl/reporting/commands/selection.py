@@ -7,13 +7,21 @@ per round. Missing data is left out.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 from specctl.reporting import bars, curves
 from specctl.reporting.bars import Bar
 from specctl.reporting.collect import RunRecord, flat
-from specctl.reporting.contents import Contents, Picture, ReportTable, numbers, records
+from specctl.reporting.contents import (
+    Contents,
+    Picture,
+    ReportTable,
+    add,
+    headline,
+    labeled_rows,
+    numbers,
+    records,
+)
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
 from specctl.reporting.tables import headings
@@ -45,10 +53,10 @@ class Rounds:
         self.has_weights |= given is not None
         if self.count % self.stretch == 0:
             if len(self.weights) == 2 * BINS:
-                self.weights = [_sum(*pair) for pair in zip(self.weights[::2], self.weights[1::2], strict=True)]
+                self.weights = [add(*pair) for pair in zip(self.weights[::2], self.weights[1::2], strict=True)]
                 self.stretch *= 2
             self.weights.append([])
-        self.weights[-1] = _sum(self.weights[-1], given or [float(index == arm) for index in range(len(self.arms))])
+        self.weights[-1] = add(self.weights[-1], given or [float(index == arm) for index in range(len(self.arms))])
         self.count += 1
 
     @property
@@ -98,6 +106,7 @@ POLICIES = headings(
     best_arm_ratio="best arm",
     **{key: SUMMARY[key] for key in OF_A_RUN},
 )
+HEADLINE = ("mat", "oracle_mat", "best_arm_ratio", "regret", "tokens_per_s", "decide_us_p50")
 REGRETS = {"loss_regret": "cumulative\nloss regret", "stopping_regret": "cumulative\nstopping-time regret (rounds)"}
 SMOOTHED = 9
 """Window of the running mean over plays, which change from round to round."""
@@ -106,15 +115,10 @@ SMOOTHED = 9
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     played = [read_rounds(run) for run in runs]
     policies = Looks()  # policies are not drafters, so they have separate colors
-    made = Contents(headline=_headline(runs))
-    for draw, own in (
-        (_regrets, policies),
-        (_best_arm, policies),
-        (_compared, policies),
-        (_pool_size, policies),
-        (_rewards, looks),
-    ):
-        made.pictures += draw(runs, own)
+    made = Contents(headline=headline([run.result for run in runs], {key: SUMMARY[key] for key in HEADLINE}))
+    for draw in (_regrets, _best_arm, _compared, _pool_size):
+        made.pictures += draw(runs, policies)
+    made.pictures += _rewards(runs, looks)
     for run, rounds in zip(runs, played, strict=True):
         made.pictures += _played(run, rounds, looks)
     made.tables = _tables(runs, played)
@@ -125,14 +129,6 @@ def _algo(run: RunRecord) -> str:
     """Name of the run's first policy; while a run is going on, it is read from the recipe's list."""
     algo = run.result.get("algo") or run.keys().get("algo") or "policy"
     return run.named(str(algo[0] if isinstance(algo, list) else algo))
-
-
-def _headline(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    if len(runs) > 1:
-        return {}
-    keys = ("mat", "oracle_mat", "best_arm_ratio", "regret", "tokens_per_s", "decide_us_p50")
-    result = runs[0].result
-    return {SUMMARY[key]: result[key] for key in keys if result.get(key) is not None}
 
 
 def _curves(runs: Sequence[RunRecord], key: str) -> dict[str, Sequence[Any]]:
@@ -229,10 +225,9 @@ def _played(run: RunRecord, rounds: Rounds, looks: Looks) -> list[Picture]:
         shares, what = [curves.running_mean(row, SMOOTHED) for row in shares], "share of rounds played"
     over_time = curves.stacked(rounds.middles, shares, rounds.arms, arm_looks, "round", what)
     by_domain = bars.shares(_pulls(rounds), rounds.arms, arm_looks, "share of rounds")
-    suffix = f"-{run.number}" if run.number else ""
     return [
-        Picture(f"weights{suffix}", f"{_algo(run)}: {what} over the stream.", over_time),
-        Picture(f"pulls{suffix}", f"{_algo(run)}: which arms are played in which domain.", by_domain),
+        Picture(run.stem("weights"), f"{_algo(run)}: {what} over the stream.", over_time),
+        Picture(run.stem("pulls"), f"{_algo(run)}: which arms are played in which domain.", by_domain),
     ]
 
 
@@ -241,24 +236,23 @@ def _pulls(rounds: Rounds) -> dict[str, list[int]]:
 
 
 def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[ReportTable]:
-    policies = _rows(runs, "policies", "algo")
+    policies = [
+        {**{key: run.result.get(key) for key in OF_A_RUN}, **row}
+        for run in runs
+        for row in labeled_rows([run], "policies", "algo")
+    ]
     for row in policies:
         row["mat_low"], row["mat_high"] = _interval(row) or (None, None)
         row["share_low"], row["share_high"] = row.get("share_of_best_interval") or (None, None)
-    tables = [
-        records("policies", "Policies compared", policies, POLICIES),
-        records(
-            "rewards",
-            "Rewards",
-            _rows(runs, "rewards", "arm"),
-            {"label": "arm", "reward": "reward", "mean": "mean", "std": "std", "zeros": "zeros", "n": "n"},
-        ),
-        records(
-            "pool-size", "Pool sizes", _rows(runs, "pool_size", "algo"), {"label": "policy", "arms": "N", "mat": "mat"}
-        ),
-    ]
     summary = [{**run.result, "label": _algo(run)} for run in runs if run.result]
-    tables.insert(0, records("select", "Selection", summary, SUMMARY))
+    rewards = headings("label", "reward", "mean", "std", "zeros", "n", label="arm")
+    sizes = headings("label", "arms", "mat", label="policy", arms="N")
+    tables = [
+        records("select", "Selection", summary, SUMMARY),
+        records("policies", "Policies compared", policies, POLICIES),
+        records("rewards", "Rewards", labeled_rows(runs, "rewards", "arm"), rewards),
+        records("pool-size", "Pool sizes", labeled_rows(runs, "pool_size", "algo"), sizes),
+    ]
     domains = [
         {"label": run.named(row["drafter"]) if "drafter" in row else _algo(run), **row}
         for run in runs
@@ -267,19 +261,10 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[ReportT
     columns = {name: name for row in domains for name in row if name != "drafter"} | {"label": "contender"}
     tables.append(records("domains", "Domains", domains, columns))
     for run, rounds in zip(runs, played, strict=True):
-        name = f"pulls-{run.number}" if run.number else "pulls"
         rows = [[domain, *pulls] for domain, pulls in _pulls(rounds).items()]
-        tables.append(ReportTable(name, run.named("Rounds by domain and arm"), ["domain", *rounds.arms], rows))
+        title = run.named("Rounds by domain and arm")
+        tables.append(ReportTable(run.stem("pulls"), title, ["domain", *rounds.arms], rows))
     return tables
-
-
-def _rows(runs: Sequence[RunRecord], key: str, name: str) -> list[dict[str, Any]]:
-    """Collect the rows of all runs, each extended by the settings of its run."""
-    return [
-        {**{key: run.result.get(key) for key in OF_A_RUN}, **row, "label": run.named(str(row.get(name)))}
-        for run in runs
-        for row in run.result.get(key) or []
-    ]
 
 
 def _per_domain(run: RunRecord) -> list[dict[str, Any]]:
@@ -299,7 +284,3 @@ def read_rounds(run: RunRecord) -> Rounds:
         if line.get("algo") in (None, policy):
             rounds.add(line, line.get("weights") if named else None)  # a stopped run does not name the arms in order
     return rounds
-
-
-def _sum(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    return [a + b for a, b in zip_longest(first, second, fillvalue=0.0)]

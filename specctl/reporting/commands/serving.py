@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from specctl.reporting.collect import RunRecord
-from specctl.reporting.contents import Contents, records
+from specctl.reporting.contents import Contents, labeled_rows, records
 from specctl.reporting.style import Looks
 from specctl.reporting.tables import headings
 
@@ -24,7 +24,7 @@ ROWS = headings(
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     summary = [{**run.result, "label": run.named(str(run.result.get("model")))} for run in runs if run.result]
-    rows = [{**row, "label": run.named(row["drafter"])} for run in runs for row in run.result.get("drafters") or []]
     headline = {SUMMARY[key]: summary[0][key] for key in ("requests", "mat") if len(summary) == 1 and key in summary[0]}
+    rows = labeled_rows(runs, "drafters", "drafter")
     tables = [records("serve", "Gateway", summary, SUMMARY), records("drafters", "Texts by drafter", rows, ROWS)]
     return Contents(headline=headline, tables=tables)

@@ -8,7 +8,7 @@ from typing import Any
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands.acceptance import by_position, picture
-from specctl.reporting.contents import Contents, ReportTable, numbers, records
+from specctl.reporting.contents import Contents, ReportTable, headline, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
 from specctl.reporting.tables import headings
@@ -40,20 +40,12 @@ class Curves:
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     trainings = [_curves(run) for run in runs]
-    made = Contents(headline=_headline(trainings[0].result) if len(runs) == 1 else {})
+    made = Contents(headline=headline([one.result for one in trainings], {key: COLUMNS[key] for key in HEADLINE}))
+    losses = [_line(one.name, one.losses, "loss", looks, noisy=True) for one in trainings if one.losses]
+    mats = [_line(one.name, one.checks, "mat", looks) for one in trainings if len(one.checks) > 1]
     panels = [
-        Panel(
-            "training loss",
-            [
-                _line(training.name, training.losses, "loss", looks, noisy=True)
-                for training in trainings
-                if training.losses
-            ],
-        ),
-        Panel(
-            "mat on held-out prompts\n(tokens per pass of the target)",
-            [_line(training.name, training.checks, "mat", looks) for training in trainings if len(training.checks) > 1],
-        ),
+        Panel("training loss", losses),
+        Panel("mat on held-out prompts\n(tokens per pass of the target)", mats),
     ]
     caption = "Loss of the training batches (running mean) and acceptance checks during training."
     made.pictures += curves.picture("training", caption, panels, "optimizer step")
@@ -100,7 +92,3 @@ def _line(name: str, lines: list[dict[str, Any]], key: str, looks: Looks, noisy:
     return Curve(
         name, numbers(line.get("step") for line in lines), numbers(line[key] for line in lines), looks[name], noisy
     )
-
-
-def _headline(result: Mapping[str, Any]) -> dict[str, Any]:
-    return {COLUMNS[key]: result[key] for key in HEADLINE if result.get(key) is not None}
