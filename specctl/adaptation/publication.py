@@ -6,6 +6,7 @@ in pairs, so other changes of the traffic have no influence. If fewer tokens per
 it is put back at once.
 """
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,7 +28,6 @@ from specctl.engines.records import (
     LoadedDrafter,
 )
 from specctl.recipe import PublicationRecipe
-from specctl.training.checkpoint import discard
 
 VERSIONS = "versions"
 SILENT_HINT = (
@@ -137,7 +137,7 @@ class Publisher:
         versions = sorted(path for path in self.place.iterdir() if path.name.startswith("v") and path.is_dir())
         for path in versions[: -max(2, self.options.keep)]:
             if path.name != self.version:
-                discard(path)
+                shutil.rmtree(path, ignore_errors=True)
 
     def state(self) -> dict[str, Any]:
         """JSON-able facts that `restore` needs."""

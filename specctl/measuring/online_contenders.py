@@ -126,9 +126,8 @@ class OnlineContenders:
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
         self.lengths: dict[str, AutoLength] = {}
-        self.gate_statistics: defaultdict[str, GateStatistics] = defaultdict(
-            GateStatistics
-        )  # hybrids' statistics of earlier texts, by contender
+        # Hybrids' statistics of earlier texts, by contender.
+        self.gate_statistics: defaultdict[str, GateStatistics] = defaultdict(GateStatistics)
         self.engines: dict[str, Engine] = {}  # by contender
         self.failed_chunks: Counter[str] = Counter()  # chunks in a row without an update that was kept
         self._warm = False  # whether this process has warmed up with the present target

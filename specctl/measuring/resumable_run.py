@@ -9,6 +9,7 @@ A resumed run deletes everything that was written after the checkpoint it goes o
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -225,8 +226,8 @@ class ResumableRun:
         return len(regular_files.read_text(path).splitlines()) if path.exists() else 0
 
     def _delete_files(self) -> None:
-        checkpoint.discard(self.checkpoints)
-        checkpoint.discard(self.chunk_dir)
+        for place in (self.checkpoints, self.chunk_dir):
+            shutil.rmtree(place, ignore_errors=True)
         for name in self.line_files:
             (self.run.dir / name).unlink(missing_ok=True)
 

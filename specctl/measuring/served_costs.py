@@ -31,6 +31,8 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specctl import regular_files
 from specctl.errors import DataError
 from specctl.formats.head import LengthRange
@@ -225,23 +227,15 @@ def best_length(acceptance: Sequence[float], costs: RoundCosts, batch: float, le
 
 def fit_line(at: Sequence[float], values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
     """Coefficients a, c ≥ 0 that minimize Σ w (a + c·at − value)²; c is 0 if all `at` are equal."""
-
-    def error(a: float, c: float) -> float:
-        return sum(w * (a + c * x - y) ** 2 for x, y, w in zip(at, values, weights, strict=True))
-
-    total = sum(weights)
-    x_mean = sum(w * x for x, w in zip(at, weights, strict=True)) / total
-    y_mean = sum(w * y for y, w in zip(values, weights, strict=True)) / total
-    spread = sum(w * (x - x_mean) ** 2 for x, w in zip(at, weights, strict=True))
-    joint = sum(w * (x - x_mean) * (y - y_mean) for x, y, w in zip(at, values, weights, strict=True))
-    slope = joint / spread if spread > 0 else 0.0
-    steep = sum(w * x * y for x, y, w in zip(at, values, weights, strict=True)) / sum(
-        w * x * x for x, w in zip(at, weights, strict=True)
-    )
+    x, y, w = np.array([at, values, weights], dtype=float)
+    x_mean, y_mean = np.average(x, weights=w), np.average(y, weights=w)
+    spread = (w * (x - x_mean) ** 2).sum()
+    slope = (w * (x - x_mean) * (y - y_mean)).sum() / spread if spread > 0 else 0.0
     # If the unconstrained minimum has a negative coefficient, the constrained minimum is on an edge.
-    edges = [(y_mean, 0.0), (0.0, steep), (0.0, 0.0)]
+    edges = [(y_mean, 0.0), (0.0, (w * x * y).sum() / (w * x * x).sum()), (0.0, 0.0)]
     possible = [pair for pair in [(y_mean - slope * x_mean, slope), *edges] if min(pair) >= 0]
-    return min(possible, key=lambda pair: error(*pair))
+    a, c = min(possible, key=lambda pair: (w * (pair[0] + pair[1] * x - y) ** 2).sum())
+    return float(a), float(c)
 
 
 def fit_costs(sweep: Sweep, block: bool = False) -> RoundCosts:

@@ -166,11 +166,6 @@ def load(engine: Any, path: Path) -> None:
         ) from error
 
 
-def discard(root: Path) -> None:
-    """Delete the checkpoints of an earlier run."""
-    shutil.rmtree(root, ignore_errors=True)
-
-
 def _found(root: Path) -> list[Path]:
     return sorted(root.glob("step-*"), reverse=True)
 

@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -272,11 +273,8 @@ def frequent_tokens(examples: list[Example], size: int, always: frozenset[int]) 
     for example in examples:
         counts.update(example.tokens[example.prompt_length :])
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
-    kept = sorted(always) + [token for token in ranked if token not in always]
-    filler = (token for token in range(2**31) if token not in counts and token not in always)
-    while len(kept) < size:
-        kept.append(next(filler))
-    return sorted(kept[:size])
+    chosen = dict.fromkeys(chain(sorted(always), ranked, range(size)))  # the lowest ids fill up a small vocabulary
+    return sorted(islice(chosen, size))
 
 
 def batches(examples: list[Example], batch_tokens: int, *, seed: int, epoch: int) -> list[list[Example]]:

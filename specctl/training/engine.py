@@ -9,7 +9,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -34,12 +33,11 @@ def start_processes(device: torch.device) -> tuple[int, int]:
     if alone:
         local = str(device.index or 0)  # DeepSpeed uses the GPU with this index
         os.environ.update(RANK="0", LOCAL_RANK=local, WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    import torch.distributed as dist
-
     if device.type == "cuda":
         torch.cuda.set_device(device)  # collectives run on the target's device
     backend = "gloo" if device.type == "cpu" else "nccl"
-    with _stdout_to_stderr():
+    # DeepSpeed prints to stdout, which is for our result, and its logger keeps the stdout found at import.
+    with contextlib.redirect_stdout(sys.stderr):
         import deepspeed
 
         # DeepSpeed compiles its shared-memory all-reduce at first use, which needs a C++ compiler.
@@ -53,7 +51,7 @@ def start_processes(device: torch.device) -> tuple[int, int]:
 
 def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) -> Any:
     """Build a DeepSpeed engine over fp32 weights, with the optimizer and ZeRO stage of the recipe."""
-    with _stdout_to_stderr():
+    with contextlib.redirect_stdout(sys.stderr):
         import deepspeed
 
         options = recipe.optimizer
@@ -144,14 +142,6 @@ def gathered(engine: Any, changed: bool = False) -> Any:
     return deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0 if changed else None)
 
 
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout to stderr. DeepSpeed prints to stdout, and its logger keeps the stdout found at import; our
-    stdout is for the result."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
 def over_ranks(values: list[int], device: torch.device) -> list[int]:
     """Sum each of `values` over all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -161,7 +151,7 @@ def over_ranks(values: list[int], device: torch.device) -> list[int]:
     return total.tolist()
 
 
-@contextmanager
+@contextlib.contextmanager
 def ends_together(device: torch.device, slices: int = 1) -> Iterator[None]:
     """Wait for all ranks at the end of a block. If one of them fails or is interrupted, all end: the others would
     wait for it until their job is killed, and a killed job does not go back into the queue.

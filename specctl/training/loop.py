@@ -10,6 +10,7 @@ choice. If the target's layers are not loaded, the expected length on held-out r
 from __future__ import annotations
 
 import math
+import shutil
 import time
 import zlib
 from collections.abc import Iterator
@@ -149,7 +150,7 @@ class Trainer:
             if self.held_out is not None:
                 self.held_out.prepare(recipe.model_copy(update={"features": features}), self.rank, self.world)
         if newest is None and self.rank == 0:  # only here: a start that fails above keeps the old checkpoints
-            checkpoint.discard(self.checkpoints)
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
         dist.barrier()
 
     def _require_same_files(self, newest: tuple[Path, RunState] | None) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count as numbers_from
 from typing import Any
 
 from specctl.errors import RecipeError
@@ -60,13 +61,11 @@ class Cut:
     def __call__(self, examples: Sequence[Example]) -> list[Example]:
         """Replace each text that is longer than a piece by its pieces. The first piece keeps the index of the text; the
         other pieces get new indices."""
-        free = 1 + max((example.index for example in examples), default=-1)
+        free = numbers_from(1 + max((example.index for example in examples), default=-1))
         made: list[Example] = []
         for example in examples:
-            pieces = self._pieces(example)
-            for place, piece in enumerate(pieces):
-                made.append(replace(piece, index=free + place - 1) if place else piece)
-            free += len(pieces) - 1
+            first, *later = self._pieces(example)
+            made += [first, *(replace(piece, index=next(free)) for piece in later)]
         return made
 
     def corpus(self, corpus: Corpus) -> Corpus:

@@ -29,17 +29,14 @@ from specctl.recipe import FeatureRecipe, ServerRecipe
 from specctl.training.example import Author, Example
 from specctl.training.feature_files import Features
 
-MAX_LOGPROB_DISTANCE = (
-    0.1  # nats, mean over the probe's tokens: bf16 causes 0.01, fp8 0.03, the layer before the last 1
-)
-MIN_PREDICTED = (
-    1 / 3
-)  # of the next tokens must be predicted: a model's own texts give 0.6 … 1, other prose 0.5, chance 0
+# Nats, mean over the probe's tokens: bf16 causes 0.01, fp8 0.03, the layer before the last 1.
+MAX_LOGPROB_DISTANCE = 0.1
+# Least share of the next tokens that is predicted: a model's own texts give 0.6 … 1, other prose 0.5, chance 0.
+MIN_PREDICTED = 1 / 3
 FILE_HINT = "write one address per line, such as http://host:8000; server.wait_s waits for the first one"
 PROBED_TEXTS = 8  # number of texts that `check_plausible` asks for
-MAX_STATE_DIFFERENCE = (
-    0.15  # of a state's length: other kernels, bf16 and fp8 weights differ by less, another layer by more
-)
+# Share of a state's length: other kernels, bf16 and fp8 weights differ by less, another layer by more.
+MAX_STATE_DIFFERENCE = 0.15
 
 
 class OwnForward(Protocol):
@@ -274,9 +271,8 @@ def check_same(store: OwnForward, client: Client, states: HiddenStatesSpec, exam
     count = len(client.servers)
     worst = 0.0
     for _ in range(2):
-        for _, rows in client.states(
-            [tokens_to_send(example)] * count, states
-        ):  # one per server: the least busy is asked
+        asked = client.states([tokens_to_send(example)] * count, states)  # one per server: the least busy is asked
+        for _, rows in asked:
             theirs = to_features(store, client, states, example, own_rows(example, rows))
             worst = max([worst, *differences(own, theirs, len(store.taps))])
             if worst > MAX_STATE_DIFFERENCE:
