@@ -75,7 +75,9 @@ async def _loaded_corpora(place: PublicationServer, new: str, corpus: CorpusText
     """Token counts of the corpora on a server, by name. Raises EngineError if the new one cannot be added."""
     try:
         room = max_corpus_tokens(await place.call(INFO))
-        known = corpora_of(await place.call(LIST))
+        corpora = await place.call(LIST)
+        with parsing("corpus_token_counts in its list of corpora"):
+            known = {str(name): int(count) for name, count in corpora["corpus_token_counts"].items()}
     except (EngineError, MalformedResponse) as error:
         raise with_address(place, error) from error
     used = sum(known.values())
@@ -132,9 +134,3 @@ def max_corpus_tokens(info: Any) -> int:
     if budget < 1:
         raise EngineError("it does not draft from corpora (budget 0)", f"start SGLang with {FLAGS}")
     return most
-
-
-def corpora_of(document: Any) -> dict[str, int]:
-    """Number of tokens of each corpus. Raises MalformedResponse."""
-    with parsing("corpus_token_counts in its list of corpora"):
-        return {str(name): int(count) for name, count in document["corpus_token_counts"].items()}

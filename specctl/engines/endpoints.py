@@ -29,9 +29,8 @@ class Endpoint:
     model: str
     in_flight: int = 0
     logprobs: list[float] = field(default_factory=list)  # of the probe's tokens, when it was first asked
-    published_directories: dict[str, str] = field(
-        default_factory=dict
-    )  # directory of each version that was published from here
+    # Directory of each version that was published from here.
+    published_directories: dict[str, str] = field(default_factory=dict)
 
 
 async def connect(http: httpx.AsyncClient, url: str, recipe: ServerRecipe) -> Endpoint:

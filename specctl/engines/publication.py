@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,7 @@ async def loaded_drafter(place: PublicationServer) -> LoadedDrafter:
     except (EngineError, MalformedResponse) as error:
         raise with_address(place, error) from error
     if now.directory is None and now.version in place.published_directories:
-        return LoadedDrafter(
-            now.version, place.published_directories[now.version], now.started, now.fingerprint, now.method, now.ranks
-        )
+        return replace(now, directory=place.published_directories[now.version])
     return now
 
 
@@ -125,7 +123,7 @@ def _first(now: LoadedDrafter) -> ExportedDrafter | None:
 async def _swap(place: PublicationServer, drafter: ExportedDrafter, version: str | None, now: LoadedDrafter) -> float:
     """Swap a server's drafter. Returns the seconds that the server stood still: its own figure, or as measured here.
 
-    Raises Stopped.
+    Raises SwapFailed.
     """
     publisher, changed = place.publisher, False
     started, reported = time.perf_counter(), None

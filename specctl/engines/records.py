@@ -201,9 +201,8 @@ class Dialect(Protocol):
     NAME: str
     GENERATE: str  # path
     HIDDEN_STATES_NORMED: bool  # whether states of the last layer are taken after the final norm
-    NO_PREFIX_CACHE_FLAG: (
-        str  # option that turns the prefix cache off, which could hide the states of a text's beginning
-    )
+    # Option that turns the prefix cache off, which could hide the states of a text's beginning.
+    NO_PREFIX_CACHE_FLAG: str
 
     def request_body(self, ask: GenerationRequest, model: str) -> dict[str, Any]:
         """Body of a request to continue a text."""

@@ -29,9 +29,7 @@ METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")
 """vLLM's speculative methods with heads that can be swapped."""
 MASK = "mask_embedding.pt"
 """File of a DFlash head that has a separate embedding for mask tokens."""
-IGNORED_CONFIG_KEYS = frozenset(
-    {"torch_dtype", "dtype", "transformers_version", "_name_or_path"}
-)  # keys that modules ignore
+IGNORED_CONFIG_KEYS = frozenset({"torch_dtype", "dtype", "transformers_version", "_name_or_path"})  # by modules
 SHAPE_KEYS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "draft_vocab_size", "num_heads"),
@@ -398,9 +396,8 @@ def _of_target(name: str, tensor: Any, shared: Mapping[str, Any]) -> bool:
     part = next((part for part in name.split(".") if part in shared), None)
     if part is None:
         return False
-    slice_of = getattr(
-        shared[part], "shard_indices", None
-    )  # with tensor parallelism each worker has a part of the rows
+    # With tensor parallelism each worker has a part of the rows.
+    slice_of = getattr(shared[part], "shard_indices", None)
     first = slice_of.org_vocab_start_index if slice_of is not None else 0
     own = tensor[first:][: len(shared[part].weight)]
     rows = shared[part].weight[: len(own)].cpu()  # engines pad vocabularies

@@ -52,7 +52,10 @@ def reason(recipe: ReasonRecipe, dry_run: bool) -> None:
     data = {path: distillation for training in first for path, distillation in missing_distillations(training).items()}
     if dry_run:
         return checks.show("reason", recipe, [*warm_up_steps(recipe, first, data), *steps(recipe)])
-    check_draft(recipe)
+    if recipe.reasoning.draft is not None:
+        from specctl.decoding.models.loading import check_within_reach
+
+        check_within_reach(recipe.reasoning.draft)
     with library_output():
         warm_up(recipe, first, data)
         document = execute("reason", recipe)
@@ -84,14 +87,6 @@ def check(recipe: ReasonRecipe) -> None:
         checks.check_drafters([reasoning.drafter], recipe.drafting)
     if reasoning.judge.name is not None and reasoning.judge.endpoint is None:
         location(reasoning.judge.name)
-
-
-def check_draft(recipe: ReasonRecipe) -> None:
-    """Raise CheckpointError, before the target is loaded, if the draft LM is not here and cannot be fetched."""
-    from specctl.decoding.models.loading import check_within_reach
-
-    if recipe.reasoning.draft is not None:
-        check_within_reach(recipe.reasoning.draft)
 
 
 def steps(recipe: ReasonRecipe) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 
 from specctl.decoding.models.supported import quiet
 from specctl.errors import CheckpointError
@@ -128,7 +128,7 @@ class PreferenceLearner:
         with _quiet(), tempfile.TemporaryDirectory() as place:
             gc.collect()  # trainers are reference cycles: the last one would keep its reference model in memory
             trainer = self._dpo_trainer(pairs, place) if dpo else self._sft_trainer(pairs, place)
-            trainer.add_callback(_polling())
+            trainer.add_callback(SignalCheck())
             try:
                 trainer.train()
             finally:
@@ -237,15 +237,11 @@ def _on_one_gpu(arguments: Any) -> Any:
     return arguments
 
 
-def _polling() -> Any:
-    """Callback that checks for SIGTERM after every optimizer step."""
-    from transformers import TrainerCallback
+class SignalCheck(TrainerCallback):
+    """Checks for SIGTERM after every optimizer step."""
 
-    class Polling(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            interrupts.check()
-
-    return Polling()
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        interrupts.check()
 
 
 @contextmanager

@@ -142,9 +142,7 @@ class StepDrafter:
 
     @staticmethod
     def _end(model: Target, step: Step) -> list[int]:
-        if step.end != "final":
-            return []
-        return [] if model.end_id is None else [model.end_id]
+        return [model.end_id] if step.end == "final" and model.end_id is not None else []
 
     @staticmethod
     def _ids(model: Target, text: str) -> list[int]:
