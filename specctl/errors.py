@@ -18,9 +18,8 @@ NAMES = (
 )
 
 _IN_ADDRESS = re.compile(r"(:/{1,2}(?:[^/\s'\"?#:@]*:)?)[^/\s'\"?#]*@")
-_NAMED = re.compile(
-    rf"((?:{NAMES}(?:=|['\"]: ?)|[{{,] ?{NAMES}: ?)['\"]?)[^\s'\"&,}}]+", re.IGNORECASE
-)  # in an address or an override, in JSON, in YAML between braces; not in a sentence
+# In an address or an override, in JSON, in YAML between braces; not in a sentence.
+_NAMED = re.compile(rf"((?:{NAMES}(?:=|['\"]: ?)|[{{,] ?{NAMES}: ?)['\"]?)[^\s'\"&,}}]+", re.IGNORECASE)
 _ADDRESS = re.compile(r"https?://\S+")
 _KEY = re.compile(NAMES, re.IGNORECASE)
 

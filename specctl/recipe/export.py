@@ -32,9 +32,8 @@ class ExportRecipe(ConverterRecipe):
     # Result or run directory of `eval-server`: derive draft lengths by load from that, in place of `tokens`.
     tune: LocalPath | None = None
     check: bool = False  # read the result back and compare its weights
-    push: Annotated[str, AfterValidator(_repository)] | None = (
-        None  # repository of the Hugging Face hub that gets the files, with a model card
-    )
+    # Repository of the Hugging Face hub that gets the files, with a model card.
+    push: Annotated[str, AfterValidator(_repository)] | None = None
     private: bool = False  # create that repository as a private one
     server: ServerRecipe = ServerRecipe()  # running SGLang servers that take a datastore; then nothing is written
 

@@ -44,9 +44,8 @@ class DrafterStreamRecipe(LearningRecipe):
     """Common keys of the commands with drafters that learn along a stream, in this process or from servers."""
 
     algo: Annotated[Names, Field(min_length=1)] = ["ogd"]  # update rules, also with a family: opt-hydra, ens-eagle3
-    arch: Annotated[str, OneOf(online_families)] | None = (
-        None  # family of update rules without one in their name (None = the family of `init`)
-    )
+    # Family of update rules without one in their name (None = the family of `init`).
+    arch: Annotated[str, OneOf(online_families)] | None = None
     # Drafter to start from. The default is ./drafters/<domain>-<arch>.
     init: LocalPath | None = None
     learner: LearnerOptions = LearnerOptions()

@@ -14,11 +14,7 @@ KeyPath = tuple[str | int, ...]
 MOST_VALUES = 10_000  # in a document with its aliases expanded: 400 bytes can expand to 9⁹ values
 DEEPEST = 50  # levels of nesting
 SCALARS = str | int | float | None  # dates and bytes need explicit tags, and no recipe key takes them
-TAG_ERRORS = (
-    ValueError,
-    LookupError,
-    AttributeError,
-)  # errors of PyYAML for an explicit tag that does not fit: `!!int x`
+TAG_ERRORS = (ValueError, LookupError, AttributeError)  # of PyYAML, for an explicit tag that does not fit: `!!int x`
 
 
 class _Loader(yaml.SafeLoader):

@@ -43,9 +43,8 @@ def best_paths(shape: TreeShape, accuracy: Sequence[float]) -> list[Path]:
             used.
     """
     ranks = range(min(shape.children, len(accuracy)))
-    heap: list[tuple[float, int, Path]] = [
-        (-accuracy[rank], 1, (rank,)) for rank in ranks
-    ]  # ties go to the shorter path, so parents come before children
+    # Ties go to the shorter path, so parents come before children.
+    heap: list[tuple[float, int, Path]] = [(-accuracy[rank], 1, (rank,)) for rank in ranks]
     heapq.heapify(heap)
     opened = [0] * (shape.depth + 1)  # number of nodes per level that have children
     found: list[Path] = []

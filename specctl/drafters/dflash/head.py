@@ -241,9 +241,7 @@ class BlockHead(DraftHead):
         for layer, sight in zip(self.layers, config.sights, strict=True):
             run = partial(checkpoint, layer, use_reentrant=False) if self.gradient_checkpointing else layer
             x = run(x, context, positions, batch.key_positions, layouts[sight])
-        hidden = (
-            self.norm(x[:, config.first :]).transpose(0, 1).flatten(0, 1)
-        )  # step by step, the order of `distill_losses`
+        hidden = self.norm(x[:, config.first :]).transpose(0, 1).flatten(0, 1)  # by step, as in `distill_losses`
         before = (anchors + ahead[: self.steps, None]).flatten().clamp_max(len(batch.key_tokens) - 1)
         tokens = batch.key_tokens[before]
         product = self._product(hidden, tokens, target_head)
