@@ -108,9 +108,14 @@ def contenders(
     return competing
 
 
-def engine_contender(name: str, engine: Engine, sampling: SamplingRecipe) -> Contender:
+def engine_contender(
+    name: str, engine: Engine, sampling: SamplingRecipe, label: Callable[[Case, int], Label | None] = lambda *_: None
+) -> Contender:
+    """Contender that decodes with an engine. `label`: (prompt, seed) → label of the text for the controller."""
+
     def answer(turn: PromptBatch, seeds: list[int]) -> list[dict[str, Decoded]]:
-        return [{name: decoded} for decoded in decode_batch(engine, sampling, turn, seeds)]
+        labels = list(map(label, turn, seeds))
+        return [{name: decoded} for decoded in decode_batch(engine, sampling, turn, seeds, labels)]
 
     return answer
 

@@ -83,10 +83,8 @@ def drafter_row(
     `first_turn_ids`: for each later turn of a conversation, the id of its first turn.
     """
     mine = [record for record in records if record.drafter == name and record.domain == domain]
-    decoded, prompts = (
-        [record.decoded for record in mine],
-        [first_turn_ids.get(record.id, record.id) for record in mine],
-    )
+    decoded = [record.decoded for record in mine]
+    prompts = [first_turn_ids.get(record.id, record.id) for record in mine]
     vanilla, generate = (
         [theirs[record.question].decoded for record in mine if record.question in theirs]
         for theirs in (records_by_question(records, VANILLA), records_by_question(records, PLAIN))

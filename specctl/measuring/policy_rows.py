@@ -146,11 +146,9 @@ class StreamAnswers:
     @cached_property
     def oracle(self) -> list[Decoded]:
         """Answers of the oracle: every game is played by its best arm."""
-        return (
-            [self.answers[self.best_arm_of[game]][place] for place, game in enumerate(self.games)]
-            if self.best_arm_of
-            else []
-        )
+        if not self.best_arm_of:
+            return []
+        return [self.answers[self.best_arm_of[game]][place] for place, game in enumerate(self.games)]
 
     def share_of_best(self, name: str, least: int = 0) -> Measured:
         """mat (or tokens per second) of a policy ÷ the oracle's, over the games with at least `least` tokens."""

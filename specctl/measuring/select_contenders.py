@@ -15,7 +15,7 @@ from specctl.decoding.device import rounds as device_rounds
 from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.protocols import Controller, Drafter
-from specctl.decoding.records import Decoded, Label
+from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.distillation.messages import ChatMessage, text_of
 from specctl.drafters import pool
@@ -30,7 +30,6 @@ from specctl.measuring.contenders import (
     PromptBatch,
     RecordJournal,
     Shown,
-    decode_batch,
     engine_contender,
     measure,
     warm_up,
@@ -254,7 +253,10 @@ class SelectContenders:
             engine = self._engine(name, Fixed(drafter, drafter.taps))
             competing.append(engine_contender(name, engine, recipe.sampling))
         engines = {name: self._engine(name, selector) for name, selector in self.selectors.items()}
-        competing += [self._policy_contender(name, engine) for name, engine in engines.items()]
+        competing += [
+            engine_contender(name, engine, recipe.sampling, functools.partial(self._label, name))
+            for name, engine in engines.items()
+        ]
         asked = prompt_batches(self.stream, recipe.batch)
         if not self.rounds_on_host:
             self._warm_up_arms(asked, engines)
@@ -316,13 +318,6 @@ class SelectContenders:
                 on_host=on_host,
             ),
         )
-
-    def _policy_contender(self, name: str, engine: Engine) -> Contender:
-        def answer(turn: PromptBatch, seeds: list[int]) -> list[dict[str, Decoded]]:
-            labels = [self._label(name, case, seed) for case, seed in zip(turn, seeds, strict=True)]
-            return [{name: decoded} for decoded in decode_batch(engine, self.recipe.sampling, turn, seeds, labels)]
-
-        return answer
 
     def _label(self, name: str, case: Case, seed: int) -> Label:
         repeat = seed - case.seed(self.recipe.sampling.seed)

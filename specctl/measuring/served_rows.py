@@ -148,11 +148,7 @@ def by_length(replies: Sequence[Reply], server: str, concurrency: int, baseline:
         buckets.setdefault(bucket(len(reply.prompt_ids)), []).append(reply)
     return [
         ServedLength(
-            **figures(some, baseline),
-            server=server,
-            concurrency=concurrency,
-            over=bucket_start(up_to),
-            up_to=up_to,
+            **figures(some, baseline), server=server, concurrency=concurrency, over=bucket_start(up_to), up_to=up_to
         )
         for up_to, some in sorted(buckets.items())
     ]

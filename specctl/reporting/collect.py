@@ -7,7 +7,7 @@ is an error.
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,7 @@ def read(directories: Sequence[Path]) -> list[RunRecord]:
     commands = [run.command for run in runs]
     for index, run in enumerate(runs):
         if commands.count(run.command) > 1:
-            number = commands[: index + 1].count(run.command)
-            runs[index] = RunRecord(**{**vars(run), "number": number})
+            runs[index] = replace(run, number=commands[: index + 1].count(run.command))
     return runs
 
 

@@ -120,19 +120,18 @@ class FeatureStore:
             total = sum(map(len, texts.values()))
             with ExitStack() as stack:
                 bar = stack.enter_context(Progress("target features", total=total, unit="responses"))
+                computed: Iterator[tuple[int, dict[int, Features], dict[str, str]]]
+                computed = ((number, self._run(shards[number], bar), {}) for number in mine)
+                if mine and mode == "server":
+                    from specctl.training.served_features import served_features  # HTTP client, needed only here
+
+                    computed = served_features(self, texts, recipe.server, world, bar)
                 with self._ends_together():  # write only while rank 0 holds the lock: until all have written
                     if missing and rank == 0:
                         stack.enter_context(files.writing())
                 with self._ends_together():
-                    if mode == "cached":
-                        for number in mine:
-                            computed = self._run(shards[number], bar)
-                            if rank == 0 or not together:
-                                files.write(number, computed, {})
-                    elif mine:
-                        from specctl.training.served_features import served_features  # HTTP client, needed only here
-
-                        for number, features, origin in served_features(self, texts, recipe.server, world, bar):
+                    for number, features, origin in computed:
+                        if rank == 0 or not together:
                             files.write(number, features, origin)
             files.check_visible(missing)
             self.kept = files

@@ -245,11 +245,8 @@ def to_features(
 
 def final_states(target: Target, client: Client, rows: Tensor) -> Tensor:
     """Final states [S, H] after the norm, from an engine's states [S, layers, H] on the target's device."""
-    return (
-        rows[:, -1].to(target.dtype)
-        if client.servers[0].dialect.HIDDEN_STATES_NORMED
-        else target.model.normed(rows[:, -1])
-    )
+    normed = client.servers[0].dialect.HIDDEN_STATES_NORMED
+    return rows[:, -1].to(target.dtype) if normed else target.model.normed(rows[:, -1])
 
 
 def check_states(store: OwnForward, client: Client, states: HiddenStatesSpec, examples: list[Example]) -> None:

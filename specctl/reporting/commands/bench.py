@@ -33,10 +33,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         {**row, "label": run.named(_contender(row))} for run in runs for row in run.result.get("decoding") or []
     ]
     steps = [{**row, "label": run.named("step")} for run in runs for row in run.result.get("steps") or []]
-    tables = [
-        records("decoding", "Decoding", decoding, DECODING),
-        records("steps", "Target steps", steps, STEPS),
-    ]
+    tables = [records("decoding", "Decoding", decoding, DECODING), records("steps", "Target steps", steps, STEPS)]
     titles = {key: key for key in ("target", "device", "dtype", "threads")}
     return Contents(headline([run.result for run in runs], titles), _decoding(decoding, looks) + _steps(steps), tables)
 

@@ -12,16 +12,7 @@ from typing import Any
 from specctl.reporting import bars, curves
 from specctl.reporting.bars import Bar
 from specctl.reporting.collect import RunRecord, flat
-from specctl.reporting.contents import (
-    Contents,
-    Picture,
-    ReportTable,
-    add,
-    headline,
-    labeled_rows,
-    numbers,
-    records,
-)
+from specctl.reporting.contents import Contents, Picture, ReportTable, add, headline, labeled_rows, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
 from specctl.reporting.tables import headings

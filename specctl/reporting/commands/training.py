@@ -43,10 +43,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     made = Contents(headline=headline([one.result for one in trainings], {key: COLUMNS[key] for key in HEADLINE}))
     losses = [_line(one.name, one.losses, "loss", looks, noisy=True) for one in trainings if one.losses]
     mats = [_line(one.name, one.checks, "mat", looks) for one in trainings if len(one.checks) > 1]
-    panels = [
-        Panel("training loss", losses),
-        Panel("mat on held-out prompts\n(tokens per pass of the target)", mats),
-    ]
+    panels = [Panel("training loss", losses), Panel("mat on held-out prompts\n(tokens per pass of the target)", mats)]
     caption = "Loss of the training batches (running mean) and acceptance checks during training."
     made.pictures += curves.picture("training", caption, panels, "optimizer step")
     positions = {one.name: one.acceptance for one in trainings if one.acceptance}

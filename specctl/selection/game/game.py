@@ -261,10 +261,8 @@ class Game:
         if broken.any():
             self.dropped += int(broken.sum())
             losses, finite = usable(losses)
-            losses, owners = (
-                losses[finite],
-                [owner for owner, known in zip(owners, finite.tolist(), strict=True) if known],
-            )
+            losses = losses[finite]
+            owners = [owner for owner, known in zip(owners, finite.tolist(), strict=True) if known]
             stale = int(finite[:stale].sum())
         if not owners:
             return
