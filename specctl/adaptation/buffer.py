@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -87,17 +88,10 @@ class ReplayBuffer(FeatureStore):
         *,
         max_bytes: int,
         feedback: Literal["verdict", "rerun"] = "verdict",
-        device: torch.device | None = None,
     ):
-        """
-        Args:
-            taps: hidden states that the learning drafters read; the loop must retain at least these.
-            device: where features are kept (None = in host memory, pinned if the target is on a GPU).
-        """
+        """`taps`: hidden states that the learning drafters read; the loop must retain at least these."""
         super().__init__(target, taps)
         self.max_bytes, self.feedback = max_bytes, feedback
-        self.place = device or torch.device("cpu")
-        self.pinned = self.place.type == "cpu" and target.device.type == "cuda"
         self.texts: dict[int, BufferedText] = {}
         self.bytes = self.dropped = 0
         self._next = 0
@@ -189,12 +183,11 @@ class ReplayBuffer(FeatureStore):
         self.bytes = 0
 
     def _stored(self, features: Features) -> Features:
-        """Copy features into the buffer's memory; a reference would keep tensors of the decoding alive."""
-
-        def copy(x: Tensor) -> Tensor:
-            return torch.empty(x.shape, dtype=x.dtype, device=self.place, pin_memory=self.pinned).copy_(x)
-
-        return Features(*(copy(x) for x in vars(features).values()))
+        """Copy features into host memory, pinned if the target is on a GPU. A reference would keep tensors of the
+        decoding alive."""
+        pinned = self.target.device.type == "cuda"
+        empty = partial(torch.empty, device="cpu", pin_memory=pinned)
+        return Features(*(empty(x.shape, dtype=x.dtype).copy_(x) for x in vars(features).values()))
 
     def get(self, examples: list[Example]) -> list[Features]:
         """Features of `examples`, in order, on the target's device. The target is run again for every text that was

@@ -20,13 +20,7 @@ from specctl.adaptation.skewed_t_test import mean_gain_is_significant
 from specctl.adaptation.traffic import ServedText
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.engines.client import Client
-from specctl.engines.records import (
-    DraftCounters,
-    EngineError,
-    GenerationRequest,
-    GenerationResult,
-    LoadedDrafter,
-)
+from specctl.engines.records import DraftCounters, EngineError, GenerationRequest, GenerationResult, LoadedDrafter
 from specctl.recipe import PublicationRecipe
 
 VERSIONS = "versions"

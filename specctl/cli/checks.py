@@ -167,7 +167,7 @@ def step_name(path: str) -> str:
     return names[path]
 
 
-def check_drafters(names: list[str], drafting: DraftingRecipe | None = None) -> None:
+def check_drafters(names: list[str], drafting: DraftingRecipe) -> None:
     """Check that each name is a drafter directory, a drafter without weights, or a hybrid of both.
 
     `drafting`: options that a hybrid must support, and that need a hybrid. Raises UsageError, CheckpointError.
@@ -183,19 +183,19 @@ def check_drafters(names: list[str], drafting: DraftingRecipe | None = None) -> 
                 check_directory(part, [*WEIGHTLESS_DRAFTERS])
         if len(parts) > 1:
             _check_hybrid(name, parts, drafting)
-    if drafting and drafting.rescore and all(len(parts_of(name)) == 1 for name in names):
+    if drafting.rescore and all(len(parts_of(name)) == 1 for name in names):
         raise UsageError(*RESCORED)
 
 
-def _check_hybrid(name: str, parts: list[str], drafting: DraftingRecipe | None) -> None:
+def _check_hybrid(name: str, parts: list[str], drafting: DraftingRecipe) -> None:
     """Refuse a hybrid of two existing drafters that `pool.load_drafter` refuses."""
     from specctl.drafters import checkpoint
     from specctl.drafters.names import HYBRIDS, RESCORED, SAMPLED
 
     head, text = (part if part in WEIGHTLESS_DRAFTERS else checkpoint.family(Path(part)) for part in parts)
-    if drafting and drafting.proposal == "sampled":
+    if drafting.proposal == "sampled":
         raise UsageError(f"{name}: {SAMPLED[0]}", SAMPLED[1])
-    if drafting and drafting.rescore:
+    if drafting.rescore:
         if (head, text) != ("medusa", "retrieval"):
             raise UsageError(f"{name}: {RESCORED[0]}", RESCORED[1])
     elif text not in (*TEXT_DRAFTERS, "retrieval"):

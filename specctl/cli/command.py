@@ -112,11 +112,7 @@ class Operand(NamedTuple):
 
 
 def recipe_command(
-    name: str,
-    flags: tuple[str, ...],
-    example: str,
-    operand: Operand | None = None,
-    earlier: tuple[str, ...] = (),
+    name: str, flags: tuple[str, ...], example: str, operand: Operand | None = None, earlier: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Any, bool], None]], Callable[[Any, bool], None]]:
     """Register `function(recipe, dry_run)` as the subcommand that runs a recipe.
 

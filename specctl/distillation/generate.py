@@ -238,10 +238,8 @@ def _records(
             if response is not None:
                 rows.append(record(jobs[following], response, target))
             following += 1
-        stopping, late = (
-            progress.interrupts.requested(),
-            processes.broadcast_value(time.monotonic() - written > FLUSH_S),
-        )
+        stopping = progress.interrupts.requested()
+        late = processes.broadcast_value(time.monotonic() - written > FLUSH_S)
         if stopping and not ordered:
             rows += _waiting_records(early, jobs, target)
         if len(rows) >= size or (rows and (late or stopping)):

@@ -271,14 +271,10 @@ def _rendered(
             return None  # a think block of the template, before the answer's think block
         sizes = range(len(body) + 1)
         start = bisect_left(sizes, True, key=lambda size: wanted not in target.characters(body[size:])) - 1
-    # The target did not write the template's marks after the answer.
-    if turn.calls and not any(place >= start for place in ends):
-        stop = len(ids)
-    elif turn.cut or not any(place >= start for place in ends):
+    stop, ended = len(ids), any(place >= start for place in ends)
+    if turn.cut if ended else not turn.calls:  # the target did not write the template's marks after the answer
         sizes = range(start, len(ids) + 1)
         stop = start + bisect_left(sizes, True, key=lambda size: wanted in target.characters(ids[start:size]))
-    else:
-        stop = len(ids)
     response = _up_to_end(ids[start:stop], turn.cut, end, target)
     shown = target.characters(response) if turn.calls else ""
     if not all(target.normalized(call["function"]["name"]) in shown for call in turn.calls):

@@ -20,11 +20,7 @@ POLL_S = 0.005  # seconds between two checks whether a file is finished
 
 
 async def states(
-    server: Endpoint,
-    found: str | list[Any] | None,
-    sent: list[int],
-    wanted: HiddenStatesSpec,
-    timeout_s: float,
+    server: Endpoint, found: str | list[Any] | None, sent: list[int], wanted: HiddenStatesSpec, timeout_s: float
 ) -> Tensor:
     """Hidden states [tokens, layers, width] of the text `sent`. Deletes the file that held them.
 

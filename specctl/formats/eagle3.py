@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from specctl.errors import CheckpointError
-from specctl.families import MIN_SLIDING_WINDOW
+from specctl.families import FULL, MIN_SLIDING_WINDOW, SLIDING
 from specctl.formats import llama, serving_commands
 from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
@@ -33,7 +33,6 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 WINDOW = "sliding_window"
 FIRST, VLLM_NORM, SGLANG_NORM = "layers.0.", "input_layernorm.weight", "hidden_norm.weight"
-SLIDING = llama.SLIDING
 COUNT = "num_layers"
 UNREAD = {"sglang": ("norm_before_residual", WINDOW), "eagle": (*NORMS, WINDOW, COUNT)}
 """Options that a reader ignores silently, and would then draft with a different head."""
@@ -238,7 +237,7 @@ def _window(found: HeadDirectory, config: Mapping[str, Any], count: int) -> dict
     if kinds is None:
         return {}
     if kinds != [SLIDING] * count:
-        few = f'["{llama.FULL}"] or ["{SLIDING}"]: specctl\'s head has one layer'
+        few = f'["{FULL}"] or ["{SLIDING}"]: specctl\'s head has one layer'
         many = f"{count} equal kinds: all layers of specctl's head have one window, or none"
         raise found.invalid("layer_types", kinds, f"must be {few if count == 1 else many}")
     if type(window) is not int or window < MIN_SLIDING_WINDOW:

@@ -69,11 +69,8 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
         r"hydra_mlp\.\d+\.(?:[5-9]|\d\d+)\..*|.*\.inv_freq|(?:input_embed_fn|prefix_embeding_layer\.embed_tokens)\..*"
     )
     found = found.with_tensors({name: tensor for name, tensor in found.tensors.items() if not unused.fullmatch(name)})
-    size, vocab, prefix = (
-        facts.hidden_size,
-        llama.row_count(found, "hydra_lm_head.0.1.weight") or facts.vocab_size,
-        _prefix_shape(facts),
-    )
+    size, prefix = facts.hidden_size, _prefix_shape(facts)
+    vocab = llama.row_count(found, "hydra_lm_head.0.1.weight") or facts.vocab_size
     layer = llama.layer_shapes(prefix | {"hidden_size": size}, size) | {"input_layernorm.weight": (size,)}
     shapes: dict[str, tuple[int, ...]] = {
         f"prefix_embeding_layer.layers.0.{name}": shape for name, shape in layer.items()

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from specctl.drafters.blueprint import LayerIndex, Length, Size
+from specctl.families import FULL, SLIDING
 from specctl.formats.head import TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 
@@ -43,7 +44,6 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
 
 `num_hidden_layers` is not checked here: published heads of one layer give the target's number there.
 """
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 Positive = Annotated[float, Field(strict=True, gt=0, le=1e12)]
 

@@ -304,12 +304,7 @@ class Selector(Controller):
                 self._finish_round(plays[b], *round, state.rows[b].stop is not None, scored.get(b, 0))
 
     def _record_round(
-        self,
-        play: ActiveText,
-        counts: Counts,
-        seconds: dict[int, float],
-        failed: bool,
-        overlaps: AnyArray | None,
+        self, play: ActiveText, counts: Counts, seconds: dict[int, float], failed: bool, overlaps: AnyArray | None
     ) -> Round:
         """Report the text's oldest unfinished round to the game; `seconds` by arm."""
         arm = play.chosen.popleft()

@@ -12,15 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import (
-    CONFIG,
-    Count,
-    LayerIndex,
-    Length,
-    Size,
-    config_error,
-    read,
-)
+from specctl.drafters.blueprint import CONFIG, Count, LayerIndex, Length, Size, config_error, read
 from specctl.drafters.feature.ttt_attention import Layout, attention
 from specctl.drafters.lora import Product
 from specctl.errors import UsageError

@@ -289,13 +289,7 @@ class FeatureLayer(FeatureReader):
         return [partial(table, step) for step in range(steps)]
 
     def _layer(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        cache: KVCache,
-        plan: Plan,
-        table: Table,
-        last: list[int] | None = None,
+        self, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, table: Table, last: list[int] | None = None
     ) -> Tensor:
         """Run the layers over rows [B, T] of tokens and features [B·T, ·]. Returns [B·T or B, H] fp32.
 
@@ -327,13 +321,7 @@ class FeatureLayer(FeatureReader):
         return step if step is not None and near and not any(cache.skipped) and step.supports(cache, plan) else None
 
     def _run_native(
-        self,
-        step: NativeStep,
-        tokens: Tensor,
-        features: Tensor,
-        cache: KVCache,
-        plan: Plan,
-        last: list[int] | None,
+        self, step: NativeStep, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, last: list[int] | None
     ) -> Tensor:
         """`_layer` in one C++ call, which computes all rows."""
         residual, entered = self.layer_input(self.seen(tokens, plan).reshape(-1), features)
