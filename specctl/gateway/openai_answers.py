@@ -93,7 +93,7 @@ class AnswerFormat:
         for index, choice in enumerate(choices):
             text = "".join(choice.text)
             one: dict[str, Any] = {"index": index, "finish_reason": choice.finish, "logprobs": None}
-            one |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            one |= {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
             if self.most_calls != 0 and choice.finish == "stop" and (parsed := tool_calls.parse(text, self.tool_names)):
                 one["message"] |= {"content": parsed.content, "tool_calls": parsed.calls[: self.most_calls]}
                 one["finish_reason"] = CALLED
@@ -120,7 +120,8 @@ class AnswerFormat:
 
     def piece(self, part: TextPart, offset: int) -> bytes:
         """The piece of a stream with a part of a text; `offset`: number of characters before it. Empty if all of the
-        part is held back."""
+        part is held back. The end of an answer with tool calls has a piece of its own, as OpenAI's: its client reports
+        a call as complete when the next piece arrives."""
         calls: list[dict[str, Any]] = []
         if self.most_calls != 0:
             held = self._held.setdefault(part.index, HeldCalls(self.tool_names))
@@ -141,9 +142,11 @@ class AnswerFormat:
         choice |= {"delta": {"content": part.text} if part.text else {}} if self.chat else {"text": part.text}
         choice |= {"logprobs": None if self.alternatives is None else self._logprobs(part.logprobs or [], offset)}
         choice |= {} if self.prompts is None else {"token_ids": part.ids}
-        if calls:
-            choice["delta"] |= {"tool_calls": [{"index": number} | call for number, call in enumerate(calls)]}
-        return self._piece(choice | {"finish_reason": part.finish})
+        if not calls:
+            return self._piece(choice | {"finish_reason": part.finish})
+        choice["delta"] |= {"tool_calls": [{"index": number} | call for number, call in enumerate(calls)]}
+        end = {"index": part.index, "delta": {}, "logprobs": None, "finish_reason": part.finish}
+        return self._piece(choice | {"finish_reason": None}) + self._piece(end)
 
     def says(self, part: TextPart) -> bool:
         """Whether a client has a use for the piece of this part."""
@@ -156,9 +159,9 @@ class AnswerFormat:
 
     @staticmethod
     def with_usage(piece: bytes, usage: Usage) -> bytes:
-        """A piece of a stream, with the numbers of tokens that the stream has reached."""
+        """The events of a piece of a stream, with the numbers of tokens that the stream has reached."""
         numbers = json.dumps(usage.document, separators=(",", ":"))
-        return piece.removesuffix(b"}\n\n") + f',"usage":{numbers}}}\n\n'.encode()
+        return piece.replace(b"}\n\n", f',"usage":{numbers}}}\n\n'.encode())
 
     def usage(self, usage: Usage, stats: list[Decoded]) -> bytes:
         """The last piece of a stream, for a client that asks for the numbers of tokens."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NoReturn
 
 from starlette.requests import Request as HttpRequest
@@ -331,13 +331,13 @@ class OwnEngine:
                     made.append(event(error.document))
                     unfinished = 0
                     break
+                counted = partial(form.with_usage, usage=usage) if counts_always else bytes
                 if part.index not in begun:
-                    made.append(form.first(part.index))
+                    made.append(counted(form.first(part.index)))
                 begun.add(part.index)
                 usage.completion += len(part.ids)
                 if form.says(part):
-                    piece = form.piece(part, offsets[part.index])
-                    made.append(form.with_usage(piece, usage) if piece and counts_always else piece)
+                    made.append(counted(form.piece(part, offsets[part.index])))
                 offsets[part.index] += form.length_of(part)
                 if part.last:
                     unfinished -= 1

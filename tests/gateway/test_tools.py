@@ -77,6 +77,9 @@ def test_the_openai_client_gets_tool_calls(script, target, size):
             (number, type(calls[0].function)(**call.function.model_dump()))
             for number, call in enumerate(said.tool_calls)
         ]
+        with client.chat.completions.stream(**ask, messages=messages) as events:
+            whole = [event.name for event in events if event.type == "tool_calls.function.arguments.done"]
+        assert whole == ["get_weather", "open_file"], "the end of the answer came with the calls"
         results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in said.tool_calls]
         more = [*messages, said.model_dump(), *results]
         client.chat.completions.create(**ask, messages=more)
@@ -87,7 +90,7 @@ def test_the_openai_client_gets_tool_calls(script, target, size):
     said = {**said.model_dump(), "tool_calls": [json.loads(call.model_dump_json()) for call in said.tool_calls]}
     for call in said["tool_calls"]:
         call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    wanted = [(messages, TOOLS)] * 2 + [([*messages, said, *results], TOOLS), (messages, None), (messages, None)]
+    wanted = [(messages, TOOLS)] * 3 + [([*messages, said, *results], TOOLS), (messages, None), (messages, None)]
     render = target.tokenizer.apply_chat_template
     assert thread.prompts == [
         render(one, tools=tools, add_generation_prompt=True, return_dict=True)["input_ids"] for one, tools in wanted
@@ -156,6 +159,10 @@ def test_an_answer_of_calls_without_marks_calls(script, name, size):
     assert whole["finish_reason"] == parts[-1]["finish_reason"] == "tool_calls"
 
 
+def message(content):
+    return {"role": "assistant", "content": content, "refusal": None}  # OpenAI requires all three
+
+
 def functions(calls):
     return [call["function"] for call in calls]
 
@@ -182,10 +189,10 @@ def test_other_json_stays_text(script, name):
         whole, parts = answers(app, chat(**tools))
         assert "".join(part["delta"].get("content", "") for part in parts) == text
         assert not any("tool_calls" in part["delta"] for part in parts)
-        assert whole["message"] == {"role": "assistant", "content": text}
+        assert whole["message"] == message(text)
     app, _ = script(BARE["alone"])
     whole, _ = answers(app, chat(tools=TOOLS, tool_choice="none"))
-    assert whole["message"] == {"role": "assistant", "content": BARE["alone"]}
+    assert whole["message"] == message(BARE["alone"])
 
 
 def test_json_that_names_no_tool_is_streamed(script):
@@ -205,6 +212,23 @@ def test_a_client_can_ask_for_one_call(script):
     assert whole["finish_reason"] == parts[-1]["finish_reason"] == "tool_calls"
 
 
+def test_every_event_counts_tokens_if_asked(script):
+    """Also both events at the end of an answer with calls, which are made together."""
+    import httpx
+
+    app, _ = script("I look.\n" + TWO, 5)
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+    async def work():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as http:
+            return await http.post(CHAT, json=chat(tools=TOOLS, **options))
+
+    events = [json.loads(line[6:]) for line in asyncio.run(work()).text.splitlines() if line.startswith("data: {")]
+    calls, end, last = events[-3:]
+    assert calls["choices"][0]["delta"]["tool_calls"] and end["choices"][0]["finish_reason"] == "tool_calls"
+    assert calls["usage"] == end["usage"] == last["usage"] and last["choices"] == []
+
+
 def test_text_that_is_held_back_has_its_token_ids(script):
     app, _ = script("I look.\n" + TWO, 5)
     whole, parts = answers(app, chat(tools=TOOLS, return_token_ids=True))
@@ -218,7 +242,7 @@ def test_text_in_another_form_stays_text(script, name):
     text = "So: \n" + OTHER[name]
     app, _ = script(text, 5)
     whole, parts = answers(app, chat(tools=TOOLS))
-    assert whole["message"] == {"role": "assistant", "content": text} and whole["finish_reason"] == "stop"
+    assert whole["message"] == message(text) and whole["finish_reason"] == "stop"
     assert "".join(part["delta"].get("content", "") for part in parts) == text
     assert parts[-1]["finish_reason"] == "stop" and not any("tool_calls" in part["delta"] for part in parts)
     app, _ = script(TWO, 5, "length")  # truncated, so the last call may be incomplete
@@ -257,11 +281,12 @@ def test_streamed_calls_are_whole_in_the_log(script):
     """The log used to contain fragments of arguments as separate calls."""
     app, _ = script("I look.\n" + TWO, 5)
     whole, parts = answers(app, chat(tools=TOOLS))
-    first, rest = parts[-1]["delta"]["tool_calls"][0], parts[-1]["delta"]["tool_calls"][1:]
+    *before, called, end = parts
+    first, *rest = called["delta"]["tool_calls"]
     arguments = first["function"]["arguments"]
-    pieces = [*parts[:-1], parts[-1] | {"delta": {"tool_calls": [first | {"function": {"name": "get_weather"}}]}}]
+    pieces = [*before, called | {"delta": {"tool_calls": [first | {"function": {"name": "get_weather"}}]}}]
     pieces += [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": one}}]}} for one in arguments]
-    pieces += [{"delta": {"tool_calls": rest}, "finish_reason": "tool_calls"}]
+    pieces += [{"delta": {"tool_calls": rest}}, end]
     (choice,) = joined([{"choices": [piece]} for piece in pieces])["choices"]
     known = [call | {"id": None} for call in choice["message"]["tool_calls"]]
     assert known == [call | {"id": None} for call in whole["message"]["tool_calls"]]
