@@ -36,6 +36,7 @@ VARIABLE = re.compile(r"SPECCTL_[A-Z_]+")
 FILES = (".json", ".jsonl", ".yaml", ".parquet", ".md", ".py", ".safetensors", ".jinja", ".sbatch", ".txt")
 ENGINES = {
     *("--per-request-spec-decode-metrics", "--no-enable-prefix-caching", "--disable-radix-cache"),
+    *("--max-num-batched-tokens", "--max-num-seqs", "--max-model-len"),
     *("--metrics", "--parallel", "--ctx-size", "--lora-modules", "--max-lora-rank"),
     *("--speculative-adaptive-config", "--speculative-algorithm", "--speculative-ngram-external-sam-budget"),
     *("--nproc-per-node", "--no_local_rank", "--num_gpus", "--module", "--no-deps", "--help"),

@@ -123,7 +123,7 @@ class Dispatcher:
             self._silent.add(url)
             progress.warn(
                 f"{url} does not report its accepted draft tokens, so it counts as a server without a drafter; "
-                "start it with: vllm serve … --per-request-spec-decode-metrics summary"
+                "if it has one, start it with: vllm serve … --per-request-spec-decode-metrics summary"
             )
         shown, game = pass_statistics(counts), choice.game
         arm = game.urls.index(url)
