@@ -77,6 +77,9 @@ def grow(places: Sequence[TextPosition], shape: TextTreeShape) -> ProposedTree:
 def _children(places: Sequence[TextPosition], limit: int) -> list[tuple[int, float, list[TextPosition]]]:
     """The `limit` most probable next tokens, with the places after them."""
     choices = [followers for place in places if (followers := place.followers(limit))]
+    if len(choices) == 1:  # as below, without sums
+        best_first = sorted(choices[0], key=lambda follower: -follower.probability)
+        return [(token, probability, [after]) for token, probability, after in best_first[:limit]]
     merged: dict[int, tuple[float, list[TextPosition]]] = {}
     for followers in choices:
         for token, probability, after in followers:

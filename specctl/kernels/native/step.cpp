@@ -618,9 +618,14 @@ Vec logits_at(const bf16* row, int64_t at, int64_t size) {
 
 // The largest logit of a row, without NaN.
 float largest_of(const bf16* row, int64_t size) {
-  Vec best = broadcast(-__builtin_inff());
-  for (int64_t at = 0; at < size; at += LANES) best = most(logits_at(row, at, size), best);  // `best` where one is NaN
-  return reduce_max(best);
+  constexpr int MANY = 4;  // comparisons that do not wait for each other
+  Vec best[MANY];
+  for (Vec& one : best) one = broadcast(-__builtin_inff());
+  int64_t at = 0;
+  for (; at + MANY * LANES <= size; at += MANY * LANES)
+    for (int k = 0; k < MANY; k++) best[k] = most(widen(row + at + k * LANES), best[k]);  // `best` where one is NaN
+  for (; at < size; at += LANES) best[0] = most(logits_at(row, at, size), best[0]);
+  return reduce_max(most(most(best[0], best[1]), most(best[2], best[3])));
 }
 
 // The first place of a row's largest logit.
