@@ -193,15 +193,14 @@ void tile(const char* const* panels, const char* const* ahead, const Rows& x, in
   for (int r = 0; r < R; r++) put(row + r, panel, all[r], P);
 }
 
-// `tile` for a number of rows that is known only now, at most R.
-template <class W, int R, int P>
-void tile_of(int64_t rows, const char* const* panels, const char* const* ahead, const Rows& x, int64_t row,
-             int64_t panel, const Put& put) {
-  if constexpr (R > 0) {
-    if (rows == R)
-      tile<W, R, P>(panels, ahead, x, row, panel, put);
+// Calls f with a constant that equals `count`, which is 1 to N.
+template <int N, class F>
+void with_count(int64_t count, const F& f) {
+  if constexpr (N > 0) {
+    if (count == N)
+      f(std::integral_constant<int, N>());
     else
-      tile_of<W, R - 1, P>(rows, panels, ahead, x, row, panel, put);
+      with_count<N - 1>(count, f);
   }
 }
 
@@ -230,7 +229,9 @@ void tiles(const Order& w, const Rows& x, int64_t rows, int64_t panel, int64_t n
     const Range part = share(rows, i, count), fetched = share(P, i, count);
     const char* ahead[P];
     for (int p = 0; p < P; p++) ahead[p] = fetched.first <= p && p < fetched.last ? w(next + p) : panels[p];
-    tile_of<W, most, P>(part.last - part.first, panels, ahead, x, part.first, panel, put);
+    with_count<most>(part.last - part.first, [&](auto constant) {
+      tile<W, decltype(constant)::value, P>(panels, ahead, x, part.first, panel, put);
+    });
   }
 }
 
@@ -347,17 +348,6 @@ void rotate(bf16* x, const bf16* cos, const bf16* sin, int64_t dim) {
     const Vec a = widen(x + i), b = widen(x + half + i);
     narrow(x + i, fma(a, widen(cos + i), b * widen(sin + i)));
     narrow(x + half + i, fma(b, widen(cos + half + i), a * widen(sin + half + i)));
-  }
-}
-
-// Calls f with a constant that equals `count`, which is 1 to MOST.
-template <int MOST_OF, class F>
-void with_count(int64_t count, const F& f) {
-  if constexpr (MOST_OF > 0) {
-    if (count == MOST_OF)
-      f(std::integral_constant<int, MOST_OF>());
-    else
-      with_count<MOST_OF - 1>(count, f);
   }
 }
 
