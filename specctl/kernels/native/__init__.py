@@ -39,6 +39,7 @@ VNNI = {"avx512_vnni": "-mavx512vnni", "avx_vnni": "-mavxvnni"}
 TIMEOUT_S = 120.0
 LANES = 16  # outputs in a panel of packed weights
 ALIGNED = 64  # bytes of a line of the processor's cache
+LARGE = 2**25  # bytes of panels that fill huge pages of their own
 BF16, INT8, GROUPS_OF_4, GROUPS_OF_8 = range(4)  # `Kind` of step.cpp
 
 
@@ -348,8 +349,9 @@ class NativeProduct:
 
     @staticmethod
     def gather(products: Sequence["NativeProduct"]) -> None:
-        """Move the panels of small products together into huge pages, each product once. Copy `weights` afterwards."""
-        moved = [one for one in products if not one.gathered and one.nbytes < pages.SMALLEST]
+        """Move the panels of products that are not `LARGE` together into huge pages, each product once. Copy `weights`
+        afterwards."""
+        moved = [one for one in products if not one.gathered and one.nbytes < LARGE]
         starts = [0, *itertools.accumulate(-(-product.nbytes // ALIGNED) * ALIGNED for product in moved)]
         memory = pages.zeros(starts[-1])
         for product, start in zip(moved, starts, strict=False):
