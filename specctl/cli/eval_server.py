@@ -75,7 +75,7 @@ def show(document: dict[str, Any], measured: str) -> Any:
     return Group(
         records(document["servers"], COLUMNS),
         *([records(document["lengths"], LENGTHS)] if document["lengths"] else []),
-        *predicted_speedups(document["worth"]),
+        *predicted_speedups(document["worth"], document["servers"][0]["engine"]),
         *map(cell, places),
         *([f"{failures} requests failed and were retried"] if failures else []),
         *later_turns(document, "the server's own answers"),
@@ -84,15 +84,20 @@ def show(document: dict[str, Any], measured: str) -> Any:
     )
 
 
-def predicted_speedups(loads: list[dict[str, Any]]) -> list[Any]:
-    """Render the predicted speed of other drafters at every load, and how to check it; empty without a prediction."""
+def predicted_speedups(loads: list[dict[str, Any]], engine: str) -> list[Any]:
+    """Render the predicted speed of other drafters at every load, and how to check it in vLLM if it is the engine;
+    empty without a prediction."""
     if not loads:
         return []
     mats = loads[0]["mats"]
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": max(mats, default=1.0)}
     rows = [[load["concurrency"], load["mat"], load["break_even"], *load["speedups"]] for load in loads]
+    rendered = table("in flight", "mat", "even at mat", *(f"× at mat {mat:g}" for mat in mats), rows=rows)
+    predicted = "predicted for drafters with the cost of this one"
+    if not engine.startswith("vllm"):
+        return [rendered, predicted]
     return [
-        table("in flight", "mat", "even at mat", *(f"× at mat {mat:g}" for mat in mats), rows=rows),
-        "predicted for drafters with the cost of this one; to measure a mat without a drafter, run vLLM on a GPU with",
+        rendered,
+        f"{predicted}; to measure a mat without a drafter, run vLLM on a GPU with",
         f"--speculative-config {json.dumps(synthetic)}",
     ]

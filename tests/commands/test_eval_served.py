@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
+from specctl.cli.eval_server import predicted_speedups
 from specctl.commands.eval_server import evaluate_server, predict_worth
 from specctl.distillation.messages import prompt_id
 from specctl.errors import DataError
@@ -215,6 +216,15 @@ def test_the_command_prints_rows_and_predictions(text, tmp_path, specctl):
     assert "× baseline" in done.out and "same texts" in done.out and "transformers" not in done.out
     assert "× at mat 2.75" in done.out and "mat 9" not in done.out and "synthetic_acceptance_length" in done.out
     specctl.ok("report", *map(str, (tmp_path / "runs").iterdir()), "--output-dir", "page")
+
+
+def test_only_users_of_vllm_are_told_to_check_a_prediction_in_vllm():
+    """A laptop with llama.cpp was told to run vLLM on a GPU."""
+    loads = [{"mats": [2.0], "concurrency": 1, "mat": 1.5, "break_even": 1.2, "speedups": [1.6]}]
+    engines = ("vllm 0.32.0", "llama.cpp b1", "sglang 1")
+    texts = {engine: str(predicted_speedups(loads, engine)[1:]) for engine in engines}
+    assert [engine for engine, text in texts.items() if "vLLM" in text] == ["vllm 0.32.0"]
+    assert all("with the cost of this one" in text for text in texts.values())
 
 
 def test_the_command_reports_later_turns_of_a_suite(text, suite, specctl):
