@@ -14,12 +14,10 @@ from specctl.commands.import_ import import_head
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import read_prompts
-from specctl.drafters import pool
 from specctl.engines.client import Client
 from specctl.engines.records import GenerationRequest
 from specctl.recipe import (
     DataRecipe,
-    DraftingRecipe,
     EvalServerRecipe,
     ExportRecipe,
     ImportRecipe,
@@ -28,7 +26,7 @@ from specctl.recipe import (
     TargetRecipe,
 )
 from specctl.runs import Run
-from tests.engines.test_vllm import MEASURED, distilled, trained
+from tests.engines.test_vllm import MEASURED, distilled, loaded, trained
 from tests.toys.decoding import decode
 from tests.toys.gguf import write
 
@@ -106,12 +104,11 @@ def test_llamacpps_texts_and_rounds_equal_our_own(
         answers = dict(client.answers(asks, timed=True))
         page = client.drafting()
     tokens = result.tokens
-    drafting = DraftingRecipe(width=1, children=1, depth=tokens, nodes=tokens, stop_below=0)
     # The exported matrices are in bf16, so the file is imported again. Both sides compute in fp32.
-    monkeypatch.setattr("specctl.drafters.dflash.drafter.CANDIDATES", target.vocab_size)  # all tokens, as in llama.cpp
+    monkeypatch.setattr("specctl.drafters.dflash.drafter.CANDIDATES", 512)  # llama.cpp's are all 4,096: 6 GB here
     rounded = ImportRecipe(head=tmp_path / "out", output_dir=tmp_path / "back", probe={"enabled": False})
     import_head(rounded, target=target)
-    back = pool.load_drafter(str(tmp_path / "back"), target, drafting)
+    back = loaded(tmp_path / "back", target, tokens)
     ours = decode(
         target, prompts, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * len(prompts), drafter=back, share_rows=False
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from specctl.commands import export as exporting
+from specctl.decoding.models import linear
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
@@ -113,13 +114,23 @@ def disturbed(target, place):
     return checkpoint.save(place, config=kind.checkpoint_config(module, target.identity), tensors=tensors, info={})
 
 
+def loaded(directory, target, tokens):
+    """A drafter of chains of `tokens` that computes in fp32, as engines do.
+
+    On some CPUs ours rounds fp32 weights to fp16, and then chooses another of two draft tokens that are nearly equal.
+    """
+    drafting = DraftingRecipe(width=1, children=1, depth=tokens, nodes=tokens, stop_below=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "fits_half", lambda weight, rough: False)
+        return pool.load_drafter(str(directory), target, drafting)
+
+
 def here(directory, target, prompts, tokens):
     """Counts of our own loop for rounds that begin before token `NEW`. Texts end only by length, and the last draft has
     full length, as in vLLM."""
     endless = copy.copy(target)
     endless.eos_ids = frozenset()
-    drafting = DraftingRecipe(width=1, children=1, depth=tokens, nodes=tokens, stop_below=0)
-    drafter = pool.load_drafter(str(directory), endless, drafting)
+    drafter = loaded(directory, endless, tokens)
     counts = Counts([], accepted_at=[0] * tokens)
 
     def see(state, draft, verdict):

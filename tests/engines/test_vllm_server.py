@@ -17,18 +17,16 @@ import torch
 
 from specctl.commands import export as exporting
 from specctl.commands.eval_server import evaluate_server
-from specctl.decoding.models import linear
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation import store
 from specctl.distillation.generate import distill
-from specctl.drafters import checkpoint, pool
+from specctl.drafters import checkpoint
 from specctl.engines import vllm
 from specctl.recipe import (
     DataRecipe,
     DistillRecipe,
     DrafterRecipe,
-    DraftingRecipe,
     EvalServerRecipe,
     ExportRecipe,
     FeatureRecipe,
@@ -42,7 +40,7 @@ from specctl.training import loop
 from specctl.training.data import load_corpus
 from specctl.training.features import FeatureStore
 from specctl.training.served_features import needed_states
-from tests.engines.test_vllm import MEASURED, PLACE, PYTHON, trained
+from tests.engines.test_vllm import MEASURED, PLACE, PYTHON, loaded, trained
 from tests.toys.decoding import decode
 
 TOKENS = 3
@@ -79,14 +77,8 @@ def run_in(place):
 
 
 def our_counts(directory, target, prompts, tokens=TOKENS):
-    """Per text, (rounds, accepted tokens by position) of our own loop with the same chains.
-
-    Unlike our loop on some CPUs, vLLM does not round fp32 weights of drafters to fp16.
-    """
-    drafting = DraftingRecipe(width=1, children=1, depth=tokens, nodes=tokens, stop_below=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "fits_half", lambda weight, rough: False)
-        drafter = pool.load_drafter(str(directory), target, drafting)
+    """Per text, (rounds, accepted tokens by position) of our own loop with the same chains."""
+    drafter = loaded(directory, target, tokens)
     accepted = [[0] * tokens for _ in prompts]
 
     def see(state, draft, verdict):
