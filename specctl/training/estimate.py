@@ -14,7 +14,7 @@ from torch import nn
 
 from specctl.decoding.models import lean
 from specctl.decoding.models.loading import load_config
-from specctl.decoding.models.supported import engine_only_reason
+from specctl.decoding.models.supported import engine_only_reason, value_of_all_layers
 from specctl.decoding.target import Target
 from specctl.drafters.family import load_family
 from specctl.drafters.feature.head import DraftHead, HeadConfig
@@ -371,8 +371,8 @@ def prompt_bytes(drafter: nn.Module, outline: Outline) -> float:
 def _heads(outline: Outline) -> tuple[int, int]:
     """Number and size of the target's attention heads; zeros for a target without attention."""
     config = outline.config
-    heads = getattr(config, "num_attention_heads", None) or 0
-    return heads, getattr(config, "head_dim", None) or outline.hidden_size // max(1, heads)
+    heads = value_of_all_layers(config, "num_attention_heads", None) or 0
+    return heads, value_of_all_layers(config, "head_dim", None) or outline.hidden_size // max(1, heads)
 
 
 def feature_bytes(drafter: nn.Module, outline: Outline, texts: Texts) -> float:
@@ -433,8 +433,8 @@ def forward_bytes(outline: Outline, machine: Machine, longest: int) -> float:
     rows = max(PASS_TOKENS[kind], min(longest, CHUNK_TOKENS[kind]))
     config, size, width = outline.config, outline.dtype.itemsize, outline.hidden_size
     heads, dim = _heads(outline)
-    heads = getattr(config, "num_key_value_heads", None) or heads
-    inner = getattr(config, "intermediate_size", None) or 4 * width
+    heads = value_of_all_layers(config, "num_key_value_heads", None) or heads
+    inner = value_of_all_layers(config, "intermediate_size", None) or 4 * width
     layer = 2 * heads * dim * size
     if machine.shards > 1 or lean.unsupported_reason(config):
         layer += width * size  # transformers returns the states of all layers

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import LlamaConfig, MixtralConfig
+from transformers import Gemma3nTextConfig, Gemma4TextConfig, LlamaConfig, MixtralConfig
 
 from specctl.decoding.models.loading import builtin_path, load_config
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
@@ -22,6 +22,7 @@ LLAMA31_8B = LlamaConfig(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=8, max_position_embeddings=131072,
 )  # fmt: skip
+TINY = dict(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
 TEXTS = Texts(10_000, 500, 100, False)
 CPU = Machine("cpu", 2, 1, 16)
 
@@ -56,6 +57,23 @@ def test_active_parameters_exclude_idle_experts_and_the_embedding():
     experts = 2 * 8 * 3 * 64 * 256
     matrices = outline.parameters - 5 * 64  # minus norms
     assert outline.active == matrices - experts * 3 // 4 - 1000 * 64
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma4TextConfig(**TINY, head_dim=16, global_head_dim=24, layer_types=["sliding_attention", "full_attention"]),
+        Gemma3nTextConfig(**TINY | {"intermediate_size": [96, 96]}, head_dim=16, layer_types=["full_attention"] * 2,
+                          num_kv_shared_layers=0),
+    ],
+    ids=["head_dim by layer", "intermediate_size by layer"],
+)  # fmt: skip
+def test_a_target_may_state_sizes_by_layer(config):
+    """Gemma 4 raised transformers' AmbiguousGlobalPerLayerAttributeError, from a head and from an estimate."""
+    found = estimate(TrainRecipe(), config, CPU, TEXTS)
+    shape = Outline.of(config, torch.bfloat16).drafter(TrainRecipe()).config
+    assert (shape.head_dim, shape.intermediate_size) == (16, 96)
+    assert found.drafter_parameters > 0
 
 
 def test_each_drafter_layer_adds_to_parameters_compute_and_memory():

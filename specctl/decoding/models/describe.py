@@ -13,7 +13,14 @@ from specctl.decoding.models.loading import (
     load_tokenizer,
     pick_device,
 )
-from specctl.decoding.models.supported import context_limit, engine_only_reason, quantisation, ropes, window_size
+from specctl.decoding.models.supported import (
+    context_limit,
+    engine_only_reason,
+    quantisation,
+    ropes,
+    value_of_all_layers,
+    window_size,
+)
 from specctl.decoding.target_text import eos_ids
 from specctl.errors import CheckpointError
 
@@ -93,7 +100,7 @@ def describe(name: str, label: str | None = None) -> Description:
     quantized = lean.stored_weights(name, config, device, dtype) if path == "lean" else None
     if quantized is not None:
         size = sum(weight.nbytes for weight in quantized.values())
-    heads = _value_of_all_layers(text, "num_attention_heads", None)
+    heads = value_of_all_layers(text, "num_attention_heads", None)
     try:
         tokenizer = load_tokenizer(name)
     except CheckpointError:
@@ -115,8 +122,8 @@ def describe(name: str, label: str | None = None) -> Description:
         layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         heads=heads,
-        kv_heads=_value_of_all_layers(text, "num_key_value_heads", heads),
-        head_dim=_value_of_all_layers(text, "head_dim", text.hidden_size // heads if heads else None),
+        kv_heads=value_of_all_layers(text, "num_key_value_heads", heads),
+        head_dim=value_of_all_layers(text, "head_dim", text.hidden_size // heads if heads else None),
         vocab_size=embedding.shape[0],
         context_length=limit,
         trained_context=trained if trained != limit else None,
@@ -127,11 +134,3 @@ def describe(name: str, label: str | None = None) -> Description:
         eos_ids=sorted(eos_ids(generation, config, tokenizer)),
         chat_template=None if tokenizer is None else getattr(tokenizer, "chat_template", None) is not None,
     )
-
-
-def _value_of_all_layers(config, name: str, default: int | None) -> int | None:
-    """One value for all layers: `default` if the configuration names none, or None if layers differ."""
-    try:
-        return getattr(config, name, None) or default
-    except RuntimeError:  # transformers raises this if layers differ
-        return None

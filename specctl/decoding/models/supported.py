@@ -164,6 +164,17 @@ def window_size(config) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+def value_of_all_layers(config: Any, name: str, default: int | None) -> int | None:
+    """One value for all layers: `default` if the configuration names none, or None if layers differ."""
+    try:
+        value = getattr(config, name, None) or default
+    except RuntimeError:  # transformers raises this if layers differ
+        return None
+    if not isinstance(value, list):
+        return value
+    return value[0] if len(set(value)) == 1 else None
+
+
 def weight_files(directory: Path) -> list[Path]:
     """Files that `transformers` reads a model's weights from, in name order."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from specctl.decoding.models.supported import value_of_all_layers
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import CONFIG, Count, LayerIndex, Length, Size, config_error, read
 from specctl.drafters.feature.ttt_attention import Layout, attention
@@ -100,9 +101,10 @@ def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
     """
     text = target.config
     usual = max(1, target.hidden_size // 128)  # a target without attention names no heads
-    heads = recipe.num_heads or getattr(text, "num_attention_heads", None) or usual
-    kv_heads = recipe.num_kv_heads or getattr(text, "num_key_value_heads", None) or heads
-    dim = (None if recipe.num_heads else getattr(text, "head_dim", None)) or target.hidden_size // heads
+    heads = recipe.num_heads or value_of_all_layers(text, "num_attention_heads", None) or usual
+    kv_heads = recipe.num_kv_heads or value_of_all_layers(text, "num_key_value_heads", None) or heads
+    dim = (None if recipe.num_heads else value_of_all_layers(text, "head_dim", None)) or target.hidden_size // heads
+    inner = recipe.intermediate_size or value_of_all_layers(text, "intermediate_size", None) or 4 * target.hidden_size
     if heads % kv_heads or dim < 2 or dim % 2:
         raise UsageError(
             f"drafter.num_heads={heads} with drafter.num_kv_heads={kv_heads} gives heads of size {dim}",
@@ -111,7 +113,7 @@ def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
     rope = getattr(text, "rope_parameters", None) or {}
     return HeadConfig(
         hidden_size=target.hidden_size,
-        intermediate_size=recipe.intermediate_size or getattr(text, "intermediate_size", 4 * target.hidden_size),
+        intermediate_size=inner,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
