@@ -92,12 +92,13 @@ def check_target(recipe: TrainRecipe) -> None:
     family = FAMILIES[recipe.arch]
     if family.check_target is not None:
         pkgutil.resolve_name(family.check_target)(recipe.target)
-    elif family.trainable is not None and recipe.drafter != DrafterRecipe():
+    elif family.trainable is not None:
         from specctl.decoding.models.loading import DTYPES
         from specctl.training.target_outline import Outline
 
         config = checks.target_config(recipe.target)
-        if config is not None:
+        projected = hasattr(config, "word_embed_proj_dim")  # OPT may have narrower embeddings
+        if config is not None and (projected or recipe.drafter != DrafterRecipe()):
             Outline.of(config, DTYPES["bf16"]).drafter(recipe)
 
 

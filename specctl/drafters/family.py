@@ -13,6 +13,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.blueprint import WEIGHTS, build_with_weights, config_error
 from specctl.drafters.feature.head import DraftConfig, DraftHead, HeadConfig
 from specctl.drafters.tree import TreeShape, default_shape, shape_for
+from specctl.errors import CheckpointError
 from specctl.families import FAMILIES
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
@@ -95,6 +96,13 @@ class HeadFamily(DrafterFamily):
         raise NotImplementedError
 
     def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> nn.Module:
+        """Raises CheckpointError for a target with embeddings of another width than its layers, such as OPT-350m."""
+        width, hidden = target.model.embedding.shape[1], target.config.hidden_size
+        if width != hidden:
+            raise CheckpointError(
+                f"heads read hidden states and embeddings of one width, but the target has {hidden} and {width}",
+                "use --arch lm or --arch retrieval, or --drafter lookup",
+            )
         return self.new_head(self.architecture(recipe.drafter, target), target, frequent)
 
     def new_head(self, shape: DraftConfig, target: Target, frequent: Callable[[int], list[int]]) -> DraftHead:

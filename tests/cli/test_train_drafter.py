@@ -10,6 +10,7 @@ from rich.console import Console
 
 from specctl.cli.train_drafter import report_norms, show
 from specctl.recipe import RECIPES
+from tests.conftest import write_tiny
 from tests.toys import mtp
 
 
@@ -87,6 +88,17 @@ def test_invalid_sizes_are_refused_first(specctl, calls, tmp_path, argv, says, d
     done = specctl("train-drafter", *argv, *dry)
     assert done.code == 2 and says in done.err
     assert not calls and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_target_with_narrow_embeddings_is_refused_first(specctl, calls, tmp_path, dry):
+    """The training of a head ended in a RuntimeError about sizes of tensors, after responses were distilled."""
+    sizes = {"hidden_size": 48, "ffn_dim": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    opt = write_tiny(tmp_path / "opt", "OPTConfig", sizes | {"word_embed_proj_dim": 32, "do_layer_norm_before": False})
+    done = specctl("train-drafter", "--target", opt, *dry)
+    assert done.code == 4 and "but the target has 48 and 32 (hint: use --arch lm" in done.err
+    assert not calls and [file.name for file in tmp_path.iterdir()] == ["opt"]
+    specctl.ok("train-drafter", "--target", opt, "--arch", "retrieval", *dry)
 
 
 def test_an_mtp_layer_is_planned(specctl, calls, tmp_path):
