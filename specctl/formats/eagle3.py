@@ -105,10 +105,11 @@ def check_taps(head: Head, facts: TargetFacts, count: int | None = None) -> None
         or not all(0 < tap < facts.num_layers for tap in taps)
         or len(taps) != (count or len(taps))
     ):
-        raise CheckpointError(
-            f"the head taps hidden_states {taps}, which no engine can provide",
-            hint=f"train with {count or 'some'} ascending layers in 1 … {facts.num_layers - 1} as drafter.taps",
-        )
+        last = facts.num_layers - 1
+        hint = f"train with {count or 'some'} ascending layers in 1 … {last} as drafter.taps"
+        if last < (count or 1):
+            hint = f"engines read {count or 1} of the target's layers but never the last, and it has {last + 1} layers"
+        raise CheckpointError(f"the head taps hidden_states {taps}, which no engine can provide", hint)
 
 
 def without_full_mapping(head: Head) -> dict[str, Tensor]:

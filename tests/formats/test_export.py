@@ -20,6 +20,7 @@ from specctl.drafters.dflash.drafter import FAMILY as dflash
 from specctl.drafters.lm.config import stored
 from specctl.errors import CheckpointError, DataError, UsageError
 from specctl.formats import hf, registry, roundtrip, serving_commands
+from specctl.formats.eagle3 import check_taps
 from specctl.formats.head import Deployment, Head, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 from specctl.recipe import EvalServerRecipe, ExportRecipe
@@ -444,6 +445,20 @@ def test_taps_that_an_engine_cannot_provide_are_refused(make, tmp_path, taps, to
     with pytest.raises(CheckpointError, match=says):
         export(make("eagle3", taps=taps, draft_vocab=64), to, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_target_with_too_few_layers_is_not_asked_for_more(target):
+    """The hint was to train with 3 layers in 1 … 2."""
+    head = Head("eagle3", {"taps": [1, 2, 3]}, {})
+    for layers, count, says in (
+        (3, 3, "it has 3 layers"),
+        (4, 3, "3 ascending layers in 1 … 3"),
+        (1, None, "1 layers"),
+    ):
+        facts = replace(TargetFacts.of_target(target), num_layers=layers)
+        with pytest.raises(CheckpointError) as refused:
+            check_taps(replace(head, architecture={"taps": [0, 1, 2]}), facts, count)
+        assert says in refused.value.hint
 
 
 def test_speculators_take_any_number_of_taps(make, tmp_path):
