@@ -81,14 +81,14 @@ def generate(
     target = target or load_target(**recipe.target.loading)
     if run is not None:
         run.annotate(target=target.identity)
+    messages = [{"role": "user", "content": recipe.prompt}]
+    ids = target.render(messages, **recipe.target.chat_template_kwargs)
     if drafter is None and recipe.drafter:
         drafter = pool.load_drafter(recipe.drafter, target, recipe.drafting)
     if recipe.drafter:
         name = names.name_of(recipe.drafter)
     else:
         name = "" if drafter is None else type(unweighed(drafter)).__name__.lower()
-    messages = [{"role": "user", "content": recipe.prompt}]
-    ids = target.render(messages, **recipe.target.chat_template_kwargs)
     plain = _decode(target, recipe, ids, None)
     answers = {VANILLA: plain[0]}
     decoded, flags = plain
