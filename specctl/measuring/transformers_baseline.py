@@ -62,10 +62,12 @@ class TransformersBaseline:
         # Replaces the model's own configuration, which `generate` would merge into every call (penalties, sampling).
         model.generation_config = configuration = _configuration(target.eos_ids, sampling)
         self.pad_id = configuration.pad_token_id
-        self.assisted: dict[str, dict[str, Any]] = {
-            f"{PLAIN}+lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
-            **{f"{PLAIN}+{name}": {"assistant_model": assistant} for name, assistant in assistants.items()},
-        }
+        self.assisted: dict[str, dict[str, Any]] = {}
+        if not getattr(model, "_is_stateful", False):  # `generate` refuses drafts for the class of Granite 4
+            self.assisted = {
+                f"{PLAIN}+lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+                **{f"{PLAIN}+{name}": {"assistant_model": assistant} for name, assistant in assistants.items()},
+            }
 
     def decode(self, prompt_ids: list[int], max_new_tokens: int, seed: int) -> dict[str, Decoded]:
         """Answer one prompt in every mode, plain first. The seed matters at temperature > 0."""

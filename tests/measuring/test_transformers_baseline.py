@@ -35,6 +35,13 @@ def test_all_modes_give_the_greedy_text(target, generator):
         assert decoded.prompt_ids == PROMPT
 
 
+def test_a_class_with_recurrent_layers_is_measured_without_drafts(target, monkeypatch):
+    """Granite 4 has models without recurrent layers of such a class. `generate` refused prompt lookup, and `eval` ended
+    with its ValueError."""
+    monkeypatch.setattr(LlamaForCausalLM, "_is_stateful", True)
+    assert list(load_generator(TargetRecipe(), target, GREEDY, {}).decode(PROMPT, 4, 0)) == ["transformers"]
+
+
 def test_the_conversion_to_fp32_returns_the_memory_that_it_frees(monkeypatch):
     """With Qwen2.5-Coder-0.5B, 0.56 GB of free blocks stayed in the process."""
     settled = []

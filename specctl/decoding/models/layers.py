@@ -54,9 +54,19 @@ class RMSNorms(RMSNorm):
         return F.rms_norm(x, self.shape[-1:], None, self.eps).mul(self.weight).to(self.dtype)
 
 
-def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm, fuse: bool) -> tuple[Tensor, Tensor]:
+class Unnormed:
+    """Stands where a layer has no norm: rounds x to the dtype of the next product."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm | Unnormed, fuse: bool) -> tuple[Tensor, Tensor]:
     """The residual stream x + δ [N, H] in fp32, and its norm. `fuse`: in one kernel (`fuses`)."""
-    if fuse and type(norm) is RMSNorm:  # not an `RMSNorms`
+    if fuse and type(norm) is RMSNorm:  # neither an `RMSNorms` nor an `Unnormed`
         return kernels.add_rms_norm(x, delta, norm.weight, norm.eps)
     x = x + delta
     return x, norm(x)

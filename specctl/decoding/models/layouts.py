@@ -17,10 +17,12 @@ from specctl.decoding.models.supported import DENSE, context_limit, ropes, windo
 
 GEMMA = {"gemma", "gemma3_text"}
 """Model types that store the weights of norms minus one, and multiply the embeddings by the root of their width."""
-MODEL_TYPES = DENSE | GEMMA | {"ernie4_5", "glm", "glm4", "granite", "helium", "phi3", "seed_oss", "smollm3"}
-"""Model types with Llama's layers, up to the options of `LayerLayout`."""
+GRANITE = {"granite", "granitemoehybrid"}
+"""Model types that multiply embeddings, attention scores, layers' outputs and logits by constants."""
 NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
-FOUR_NORMS = {
+OUTPUT_NORMS = {"o_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
+OTHER_NORMS = {
+    **dict.fromkeys(("exaone4", "olmo2", "olmo3"), OUTPUT_NORMS),
     "gemma3_text": {
         "input_norm": "input_layernorm",
         "o_norm": "post_attention_layernorm",
@@ -29,10 +31,20 @@ FOUR_NORMS = {
     },
     "glm4": NORMS | {"o_norm": "post_self_attn_layernorm", "down_norm": "post_mlp_layernorm"},
 }
-"""Norms of model types that also normalize the outputs of attention and MLP."""
+"""Norms of model types that normalize the outputs of attention and MLP."""
+NORMED_OUTPUTS = {kind for kind, norms in OTHER_NORMS.items() if "input_norm" not in norms}
+"""Model types that normalize the outputs of attention and MLP, and not their inputs. C++ cannot compute them."""
+MODEL_TYPES = DENSE | GEMMA | GRANITE | NORMED_OUTPUTS
+MODEL_TYPES |= {"cwm", "ernie4_5", "glm", "glm4", "helium", "internlm3", "iquestcoder", "ministral", "phi3", "seed_oss"}
+MODEL_TYPES |= {"smollm3"}
+"""Model types with Llama's layers, up to the options of `LayerLayout`."""
+MLP_NAMES = {"granitemoehybrid": {"gate_up": ["shared_mlp.input_linear"], "down": ["shared_mlp.output_linear"]}}
+"""Names of projections that differ from Llama's."""
 FUSED_QKV, FUSED_GATE_UP = {"phi3"}, {"glm", "glm4", "phi3"}
 NEIGHBORS = {"ernie4_5", "glm", "glm4", "helium"}
 """Model types that rotate element 2i of a head with element 2i + 1."""
+PARTIAL = {"glm", "glm4", "phi3"}
+"""Model types that rotate a part of each head. `transformers` ignores `partial_rotary_factor` of others."""
 UNROTATED = "none"  # in `LayerLayout.ropes`
 GELU = "gelu_pytorch_tanh"
 
@@ -44,8 +56,18 @@ def head_dim_of(config) -> int:
 
 def rotated_dims(config) -> int:
     """Number of elements of a head that RoPE rotates."""
-    factor = next((rope.get("partial_rotary_factor", 1.0) for rope in ropes(config).values()), 1.0)
-    return int(head_dim_of(config) * factor)
+    return int(head_dim_of(config) * rotary_factor(config))
+
+
+def rotary_factor(config) -> float:
+    """Configured part of a head that RoPE rotates."""
+    return next((rope.get("partial_rotary_factor") or 1.0 for rope in ropes(config).values()), 1.0)
+
+
+def mlp_width(config) -> int:
+    """Width of the MLP between its projections."""
+    width: int = config.shared_intermediate_size if config.model_type in MLP_NAMES else config.intermediate_size
+    return width
 
 
 @dataclass(frozen=True)
@@ -54,7 +76,7 @@ class LayerLayout:
 
     Attributes:
         names: names of the projections in a layer, by the product that stacks them.
-        norms: names of the norms, of the residual stream and of the outputs of `o` and `down`.
+        norms: names of the norms, of the residual stream (which some models lack) and of the outputs of `o` and `down`.
         offset: number that is added to the stored weights of norms.
         gelu: the activation is GELU's tanh approximation, not SiLU.
         order: order of the rows of the stacked q, k, v projection (None = as stored).
@@ -90,10 +112,10 @@ class LayerLayout:
             "o": ["self_attn.o_proj"],
             "gate_up": ["mlp.gate_up_proj"] if kind in FUSED_GATE_UP else ["mlp.gate_proj", "mlp.up_proj"],
             "down": ["mlp.down_proj"],
-        }
+        } | MLP_NAMES.get(kind, {})
         layout = cls(
             names,
-            FOUR_NORMS.get(kind, NORMS),
+            OTHER_NORMS.get(kind, NORMS),
             _row_order(config, heads, kv_heads),
             _ropes(config),
             _windows(config),
@@ -103,7 +125,7 @@ class LayerLayout:
             gelu=activation(config) == GELU,
             embedding=config.hidden_size**0.5 if gemma else 1.0,
         )
-        if kind != "granite":
+        if kind not in GRANITE:
             return layout
         # Granite multiplies all that its layers add by r. A stream that is divided by r needs no such factor, and its
         # norms are the same with ε / r².
@@ -130,12 +152,16 @@ def activation(config) -> str:
 
 def logits_divisor(config) -> float:
     """Number by which a model divides the products with its vocabulary head."""
-    return config.logits_scaling if config.model_type == "granite" else 1.0
+    return config.logits_scaling if config.model_type in GRANITE else 1.0
 
 
 def _ropes(config) -> list[str]:
     if config.model_type == "smollm3":
         return ["" if rotated else UNROTATED for rotated in config.no_rope_layers]
+    if config.model_type == "granitemoehybrid" and config.position_embedding_type != "rope":
+        return [UNROTATED] * config.num_hidden_layers
+    if config.model_type == "exaone4" and config.sliding_window is not None:
+        return ["" if kind == "sliding_attention" else UNROTATED for kind in config.layer_types]
     by_type = any(isinstance(value, dict) for value in (getattr(config, "rope_parameters", None) or {}).values())
     return list(config.layer_types) if by_type else [""] * config.num_hidden_layers
 

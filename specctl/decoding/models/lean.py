@@ -19,14 +19,18 @@ from specctl.decoding.attention import serves, serves_pages
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models import gguf_target
 from specctl.decoding.models.gguf_target import Weight
-from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
+from specctl.decoding.models.layers import RMSNorm, Unnormed, add_norm, attend, fuses, gated
 from specctl.decoding.models.layouts import (
     GELU,
     MODEL_TYPES,
+    NORMED_OUTPUTS,
+    PARTIAL,
     UNROTATED,
     LayerLayout,
     activation,
     head_dim_of,
+    mlp_width,
+    rotary_factor,
     rotary_tables,
     rotated_dims,
 )
@@ -36,7 +40,7 @@ from specctl.decoding.models.model import PREFILL_ROWS
 from specctl.decoding.models.native import PRODUCTS, fits, native_step
 from specctl.decoding.models.native import ROWS as NATIVE_ROWS
 from specctl.decoding.models.parallel import WHOLE, Slice
-from specctl.decoding.models.supported import DENSE, FP8, context_limit, quantisation, ropes, window_size
+from specctl.decoding.models.supported import ATTENTION, DENSE, FP8, context_limit, quantisation, ropes, window_size
 from specctl.decoding.paged import PagedCache
 from specctl.decoding.pages import PagePool, PoolLayout
 from specctl.decoding.plan import BITS, Plan
@@ -59,6 +63,8 @@ def unsupported_reason(config) -> str | None:
     """Reason why the lean step cannot compute this configuration exactly, or None if it can."""
     if config.model_type not in MODEL_TYPES:
         return f"model type {config.model_type!r} is not one of {', '.join(sorted(MODEL_TYPES))}"
+    if getattr(config, "num_local_experts", 0) or set(getattr(config, "layer_types", None) or ()) - ATTENTION:
+        return "experts, or layers without attention"  # of Granite 4
     if activation(config) not in ("silu", GELU):
         return f"activation {activation(config)!r}"
     if getattr(config, "attn_logit_softcapping", None) or getattr(config, "final_logit_softcapping", None):
@@ -70,6 +76,8 @@ def unsupported_reason(config) -> str | None:
         return f"a sliding window of {window} positions, which is shorter than a draft may be"
     if dynamic := DYNAMIC_ROPE & ropes(config).keys():
         return f"RoPE variant {min(dynamic)!r}"
+    if config.model_type not in PARTIAL and rotary_factor(config) != 1:
+        return "a partial rotary factor, which transformers ignores or refuses for this model type"
     if rotated_dims(config) % 2 or head_dim_of(config) % 2:
         return "an odd number of rotated dimensions"
     if getattr(config, "quantization_config", None):
@@ -91,8 +99,9 @@ def pick_target_dtype(dtype: str, device: torch.device, config) -> torch.dtype:
     """
     if dtype != "auto" or device.type != "cpu" or reason_here(config) is not None:
         return pick_dtype(dtype, device)
-    possible = fits(config.hidden_size, config.intermediate_size, head_dim_of(config))
-    return torch.bfloat16 if possible and native.library() is not None else pick_dtype(dtype, device)
+    possible = fits(config.hidden_size, mlp_width(config), head_dim_of(config))
+    in_native = possible and config.model_type not in NORMED_OUTPUTS
+    return torch.bfloat16 if in_native and native.library() is not None else pick_dtype(dtype, device)
 
 
 def stored_weights(name: str, config, device: torch.device, dtype: torch.dtype) -> dict[str, Weight] | None:
@@ -161,7 +170,15 @@ def _quantized(stored: Mapping[str, Weight], *names: str) -> GroupedWeights | No
 
 
 class _LeanLayer:
-    table = 0  # its place in `LeanModel.tables`
+    """Products and norms of a layer.
+
+    Attributes:
+        table: place of its rotary table in `LeanModel.tables`.
+        window: number of positions that a row attends (None = all).
+        wide: the norms of queries and keys are over all heads, not over each head.
+    """
+
+    table = 0
     window: int | None = None
 
     def __init__(self, layer, layout: LayerLayout, dtype: torch.dtype, stored: Mapping[str, Weight], prefix: str):
@@ -178,21 +195,36 @@ class _LeanLayer:
 
         self.qkv, self.o, self.gate_up, self.down = (linear(product) for product in PRODUCTS)
 
+        unnormed = Unnormed(dtype)
+
         def norm(found) -> RMSNorm:
             return RMSNorm(layout.norm_weight(found), layout.eps, dtype)
 
         norms = {name: norm(layer.get_submodule(place)) for name, place in layout.norms.items()}
-        self.input_norm, self.post_norm = norms["input_norm"], norms["post_norm"]
+        self.input_norm, self.post_norm = norms.get("input_norm", unnormed), norms.get("post_norm", unnormed)
         self.o_norm, self.down_norm = norms.get("o_norm"), norms.get("down_norm")
         self.q_norm = self.k_norm = None
         if getattr(attention, "q_norm", None) is not None:
             self.q_norm, self.k_norm = norm(attention.q_norm), norm(attention.k_norm)
+        self.eps = layout.eps
+        self.wide = self.q_norm is not None and len(self.q_norm.weight) != attention.head_dim
 
     @property
     def head_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
-        """Weights [D] of the query and key norms (None without such norms), and their ε."""
-        weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
-        return weights[0], weights[1], self.input_norm.eps
+        """Weights [D] of the norms of each query and key head (None without such norms), and their ε."""
+        norms = (None, None) if self.wide else (self.q_norm, self.k_norm)
+        weights = [None if norm is None else norm.weight for norm in norms]
+        return weights[0], weights[1], self.eps
+
+    def normed(self, qkv: Tensor, kv: int) -> Tensor:
+        """qkv [N, heads + 2·kv, D] with normalized queries and keys."""
+        assert self.q_norm is not None and self.k_norm is not None
+        q, k, v = qkv.split((qkv.shape[1] - 2 * kv, kv, kv), 1)
+        parts = [
+            norm(part.flatten(1).float()).view_as(part) if self.wide else norm(part.float())
+            for norm, part in ((self.q_norm, q), (self.k_norm, k))
+        ]
+        return torch.cat((*parts, v), 1)
 
 
 class LeanModel:
@@ -234,17 +266,18 @@ class LeanModel:
             own.table, own.window = self.tables.index(rope), window
         self.window = next(filter(None, self.layout.windows), None)
         self.norm = RMSNorm(self.layout.norm_weight(body.norm), self.layout.eps, self.dtype)
-        normed = any(layer.q_norm is not None for layer in self.layers)
-        inner = len(part.of(config.intermediate_size))
+        normed = any(layer.head_norms[0] is not None for layer in self.layers)
+        inner = len(part.of(mlp_width(config)))
         self._shape = LayerShape(self.hidden_size, inner, self.heads, self.kv_heads, self.head_dim, normed)
         self.vocab_size = self.embedding.shape[0]
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.head = VocabularyHead(_quantized(stored, head) or model.lm_head.weight, model.lm_head.bias)
-        self._rotary = body.rotary_emb
+        self._rotary: Any = getattr(body, "rotary_emb", None)
         # Positions at which LongRoPE has the frequencies of the original context.
         self._rotary_limit = context_limit(config) if "longrope" in ropes(config) else None
         self._rope: Rope | None = None
-        self._native = native_step(self.layers, self.norm, self._shape) if self.part.count == 1 else None
+        in_native = self.part.count == 1 and config.model_type not in NORMED_OUTPUTS
+        self._native = native_step(self.layers, self.norm, self._shape) if in_native else None
         if self._native is not None:
             self._native.model.scale, self._native.model.gelu = self.layout.attention, self.layout.gelu
         # Every row of a C++ step has the same bits however many rows run, so a text does not depend on what was cached.
@@ -348,15 +381,14 @@ class LeanModel:
         y = self.layers[0].input_norm(x)
         for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
             qkv = layer.qkv(y).view(batch * rows, heads + 2 * kv, self.head_dim)
+            if layer.wide or (layer.q_norm is not None and not fuse):
+                qkv = layer.normed(qkv, kv)
             if fuse:
                 own = ropes[layer.table]
                 q = kernels.rope_and_cache(
                     qkv, own.cos, own.sin, positions, slots, cache.rows[index], *layer.head_norms
                 )
             else:
-                if layer.q_norm is not None and layer.k_norm is not None:
-                    q, k, v = qkv.split((heads, kv, kv), 1)
-                    qkv = torch.cat((layer.q_norm(q.float()), layer.k_norm(k.float()), v), 1)
                 qkv = Rope.rotate(qkv, tables[layer.table])
                 cache.write(index, qkv[:, heads:], plan)
                 q = qkv[:, :heads].unflatten(0, (batch, rows))

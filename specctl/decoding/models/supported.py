@@ -37,9 +37,11 @@ def unsupported_reason(config, model_class: type | None = None) -> str | None:
     lets an unsuitable model through, `self_check.py` detects it on loading.
     """
     text = config.get_text_config()
-    if getattr(model_class, "_is_stateful", False):
+    kinds = set(getattr(text, "layer_types", None) or [])
+    # Granite 4 also has models of this class without recurrent layers.
+    if getattr(model_class, "_is_stateful", False) and not (kinds and kinds <= ATTENTION):
         return "its layers keep a recurrent state, which cannot be rolled back after a rejected draft"
-    other = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION)
+    other = sorted(kinds - ATTENTION)
     if other:
         return f"layers of type {', '.join(other)}: only full attention and sliding-window attention are supported"
     if text.model_type in ALIBI or getattr(text, "alibi", False):
