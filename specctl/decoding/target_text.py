@@ -199,7 +199,8 @@ def vocab_hash(tokenizer) -> str:
 
 def eos_ids(generation_config, config, tokenizer) -> frozenset[int]:
     """All ids that end a response, from the generation config, the config and the tokenizer. CheckpointError if one of
-    them is no integer."""
+    them is no integer. Ids outside of the vocabulary are left out: some files name -1, or an added token that the
+    embedding lacks."""
     ids: list[Any] = []
     for source in (generation_config, config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)
@@ -208,7 +209,8 @@ def eos_ids(generation_config, config, tokenizer) -> frozenset[int]:
     if not all(type(one) is int for one in ids):
         where = getattr(config, "_name_or_path", "") or "the target"
         raise CheckpointError(f"{where}: eos_token_id is {sorted(map(str, ids))!r:.60}, not a list of token ids")
-    return frozenset(ids)
+    size = config.get_text_config().vocab_size
+    return frozenset(one for one in ids if 0 <= one < size)
 
 
 def end_id(generation_config, config, tokenizer) -> int | None:
@@ -217,9 +219,9 @@ def end_id(generation_config, config, tokenizer) -> int | None:
     For a chat model, the tokenizer's token ends a turn, while the smallest id may end documents. Returns None if no
     file names an end token.
     """
-    known = eos_ids(generation_config, config, None)
+    known = eos_ids(generation_config, config, None) or eos_ids(None, config, tokenizer)
     own = getattr(tokenizer, "eos_token_id", None)
-    return own if own in known or not known else min(known)
+    return own if own in known else min(known, default=None)
 
 
 def load_target_text(

@@ -22,6 +22,7 @@ from specctl.decoding.models.loading import DTYPES, load_config, load_model, loa
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import Target, load_target
+from specctl.decoding.target_text import load_target_text
 from specctl.drafters.retrieval.datastore import Datastore
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
@@ -497,6 +498,18 @@ def test_a_damaged_target_gives_a_one_line_error(tmp_path, damage):
     with pytest.raises(CheckpointError, match=says) as error:
         load_target(directory, device="cpu", dtype="fp32")
     assert directory in error.value.message and "\n" not in error.value.message
+
+
+def test_ends_outside_of_the_vocabulary_end_nothing(tmp_path):
+    """The training of a head ended in an IndexError, or wrote -1 into its draft vocabulary."""
+    directory = write_tiny(tmp_path, "LlamaConfig", SMALL)
+    own = load_tokenizer(directory).eos_token_id
+    for ends, known in ((99_999, []), (-1, []), ([-1, 7, 4096], [7])):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        config_with(eos_token_id=ends)(tmp_path)
+        text = load_target_text(directory)
+        assert text.eos_ids == {own, *known} and max(text.eos_ids) < text.vocab_size == 4096
+        assert text.end_id == (known[0] if known else own)
 
 
 @pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
