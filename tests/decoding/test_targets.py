@@ -265,6 +265,20 @@ def test_a_window_of_a_llama_counts(tmp_path, monkeypatch, path):
     assert whole.output_ids != text, "the window changes nothing"
 
 
+def test_taps_of_gemma_3n_are_its_active_stream(tmp_path):
+    """Its hidden states are [streams, B, T, H]: the training of a head or a datastore ended in a RuntimeError."""
+    sizes = {"layer_types": ["full_attention"] * 2, "intermediate_size": [64] * 2, "activation_sparsity_pattern": None}
+    sizes |= {"head_dim": 16, "laurel_rank": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 4096}
+    directory = write_tiny(tmp_path, "Gemma3nTextConfig", SMALL | sizes | {"num_kv_shared_layers": 0})
+    target = load_target(directory, device="cpu", dtype="fp32")
+    _, _, tapped = target.prefill(PROMPTS[:1], target.model.new_cache(1, 64), (0, 1, 2))
+    with torch.inference_mode():
+        model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
+        truth = model.model(torch.tensor(PROMPTS[:1]), output_hidden_states=True)
+    states = torch.cat((truth.hidden_states[0][0], truth.hidden_states[1][0], truth.last_hidden_state), -1)
+    torch.testing.assert_close(tapped, states, **CLOSE)
+
+
 @pytest.mark.parametrize("path", ["sdpa", "kernel"])
 def test_windows_of_a_lean_step_are_not_shorter_than_drafts(tmp_path, monkeypatch, path):
     """A kernel hides committed slots alone (`Plan.with_window`), so an old draft node would stay visible."""

@@ -185,6 +185,8 @@ class HFModel:
         # Padding rows may exceed the context, where learned positions end and some RoPE frequencies change.
         self.last_position = (context_limit(config) or 1 << 31) - 1
         self.num_layers = config.num_hidden_layers
+        # Gemma 3n has several streams of hidden states; attention and MLP read one of them.
+        self.stream: int | None = getattr(config, "altup_active_idx", None)
         self.window = window_size(config)
         self.mixed = len(set(getattr(config, "layer_types", None) or [])) > 1
         stored = self._stored()
@@ -238,7 +240,10 @@ class HFModel:
         )
         tapped = None
         if taps:
-            tapped = torch.cat([output.hidden_states[tap].to(self.device, self.dtype) for tap in taps], -1)
+            states = output.hidden_states
+            if self.stream is not None:
+                states = (*(streams[self.stream] for streams in states[:-1]), output.last_hidden_state)
+            tapped = torch.cat([states[tap].to(self.device, self.dtype) for tap in taps], -1)
         return output.last_hidden_state.to(self.device), tapped
 
     def normed(self, states: Tensor) -> Tensor:
