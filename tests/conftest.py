@@ -67,6 +67,7 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2Config", SIZES | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", SIZES | {"head_dim": 16}),
     "gemma2": ("Gemma2Config", SIZES | {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}),
+    "olmo2": ("Olmo2Config", SIZES),
     "gpt2": ("GPT2Config", {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256}),
 }
 

@@ -37,7 +37,7 @@ def fuse(request, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-bias-tied", "llama3-rope", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama-bias-tied", "llama3-rope", "qwen2", "qwen3", "olmo2"])
 def test_fused_steps_equal_unfused_ones(tiny_directory, fuse, name):
     """A prompt, a ragged chain and a tree with slots that differ from positions, one after another in one cache."""
     target = load_target(tiny_directory(name), device="cpu", dtype="fp32")

@@ -19,7 +19,7 @@ from tests.conftest import ARCHITECTURES
 from tests.lossless.drafters import constant
 from tests.toys.decoding import decode
 
-LEAN = {"llama", "llama-bias-tied", "llama3-rope", "mistral", "qwen2", "qwen3"}
+LEAN = {"llama", "llama-bias-tied", "llama3-rope", "mistral", "qwen2", "qwen3", "olmo2"}
 PROMPT = [(37 * i) % 500 + 10 for i in range(40)]  # longer than the windows and than the scaled RoPE's first range
 STEP = [4, 99, 23, 7, 7]
 CPU = torch.device("cpu")
