@@ -162,11 +162,11 @@ def _competing(paths: Mapping[str, str], drafters: Mapping[str, Drafter]) -> dic
 
 
 def _agreement_with_transformers(recipe: EvalRecipe, target: Target, records: Sequence[Record]) -> Losslessness:
-    """Compare our plain decoding with `generate`. These are two implementations, so even `exact` allows ties."""
+    """Compare our plain decoding with `generate`."""
     counts = Losslessness()
     if recipe.sampling.temperature > 0:
         return counts
-    theirs, tolerance = records_by_question(records, PLAIN), lossless.TOLERANCE[target.dtype]
+    theirs, tolerance = records_by_question(records, PLAIN), lossless.tolerance_of_transformers(target)
     for question, record in records_by_question(records, VANILLA).items():
         if question in theirs:
             ids, ours = record.decoded.prompt_ids, record.decoded.output_ids

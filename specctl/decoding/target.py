@@ -176,6 +176,11 @@ class Target(TargetText):
         self._take(model, True, stored)
 
     @property
+    def quantized(self) -> bool:
+        """Whether steps read quantized weights."""
+        return isinstance(self.model, lean.LeanModel) and self.model.quantized
+
+    @property
     def step_bytes(self) -> int:
         """Bytes of the weights that a step of one row reads; in a mixture, of all experts."""
         if isinstance(self.model, lean.LeanModel) and self.model.quantized:

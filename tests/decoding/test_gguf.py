@@ -31,6 +31,7 @@ from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
 from specctl.errors import CheckpointError
 from specctl.kernels import native
+from specctl.measuring import lossless
 from tests.conftest import LLAMA3_ROPE, write_tiny
 from tests.toys.decoding import decode
 from tests.toys.gguf import write
@@ -154,7 +155,8 @@ def test_weights_stay_quantized_in_the_step_of_a_cpu(directories, tmp_path, monk
     for switch in ("dequantized", "quantized"):
         monkeypatch.setenv("SPECCTL_GGUF", switch)
         target = load_target(str(tmp_path / "m.gguf"), device="cpu", dtype="bf16")
-        assert target.model.quantized == (switch == "quantized")
+        assert target.quantized == target.model.quantized == (switch == "quantized")
+        assert lossless.tolerance_of_transformers(target) == (2**-4 if target.quantized else 2**-6)
         logits = target.prefill([ids], target.new_cache(1, 96))[0]
         errors[switch] = (logits[0].float() - exact).norm().item()
         read[switch] = target.step_bytes
