@@ -1,7 +1,5 @@
 """A recording that is interrupted loses little and repeats nothing."""
 
-import os
-
 import pytest
 
 from specctl.errors import CheckpointError, UsageError
@@ -55,7 +53,7 @@ def test_a_killed_recording_keeps_its_rows(path, made_up, monkeypatch):
     with pytest.raises(UsageError, match="being written"), Recording(path, HEADER, resume=True):
         pass
     first._lock._ended.set()  # a dead process cannot release its lock: another file may get the same descriptor
-    os.close(first._lock._fd)  # as the kernel does
+    first._lock._file.close()  # as the kernel does
     with Recording(path, HEADER, resume=True) as second:
         assert second.next == 2
 
