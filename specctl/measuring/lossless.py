@@ -20,9 +20,9 @@ Agreement = Literal["equal", "tie", "mismatch"]
 # margin differed by up to 0.0076 of the best logit on the built-in target in bf16, and by 0.0067 on SmolLM2, which has
 # logits of 14 to 40; by less than 1e-6 in fp32. A fixed difference would be one step for a logit above 32.
 TOLERANCE = {torch.float32: 2**-14, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-# The same against `transformers`, if our steps round the inputs of quantized weights to bytes. Where texts of SmolLM2
-# (Q4_1, 16 of sql) first differed from its own, our logits of the two tokens were up to 0.043 of the largest apart, and
-# its own 0.014.
+# Against `transformers`, where our steps round the inputs of quantized weights to bytes. On 240 development prompts of
+# five domains (SmolLM2, Q4_1, 17,770 tokens), the best tokens differed at 455 places. Our logits of the two were more
+# than 1/64 of the largest apart at 14 of these, more than 1/32 at one (0.041), and more than 1/16 at none.
 TOLERANCE_OF_BYTES = 2**-4
 
 
@@ -56,8 +56,8 @@ def tolerance(target: Target, sampling: SamplingRecipe) -> float:
 
 
 def tolerance_of_transformers(target: Target) -> float:
-    """The same for our plain decoding against `transformers`' own. As these are two implementations, even `exact`
-    allows ties."""
+    """Difference of logits, relative to the largest, up to which our plain decoding and `transformers` tie. As these
+    are two implementations, even `exact` allows ties."""
     return TOLERANCE_OF_BYTES if target.quantized else TOLERANCE[target.dtype]
 
 
