@@ -1,10 +1,10 @@
-"""vLLM's paths for a tokenizer, which clients ask that have none: /tokenize, /detokenize and /tokenizer_info."""
+"""vLLM's tokenizer paths, for clients without a tokenizer: /tokenize, /detokenize and /tokenizer_info."""
 
 from typing import Any
 
 from specctl.decoding.target import Target
 from specctl.gateway.openai_errors import ApiError
-from specctl.gateway.openai_requests import Body, ChatRequest, Ids, document_of, parse, validated
+from specctl.gateway.openai_requests import Body, ChatRequest, Ids, document_of, validated
 
 TOKENIZE, DETOKENIZE, INFO = "/tokenize", "/detokenize", "/tokenizer_info"
 LONGEST = 2**20  # characters: a second of work
@@ -12,7 +12,7 @@ TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "add_bos_token", "
 
 
 class TokenizeRequest(Body):
-    """Body of /tokenize with a text. With `messages`, the other fields are those of a chat."""
+    """Body of /tokenize with a text. A body with `messages` is a `ChatRequest` instead."""
 
     model: str | None = None
     prompt: str
@@ -30,7 +30,7 @@ class DetokenizeRequest(Body):
 def parse_tokenize(body: bytes) -> TokenizeRequest | ChatRequest:
     """Parse the body of /tokenize. Raises ApiError."""
     document = document_of(body)
-    return parse(ChatRequest, body) if "messages" in document else validated(TokenizeRequest, document)
+    return validated(ChatRequest, document) if "messages" in document else validated(TokenizeRequest, document)
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:

@@ -165,7 +165,7 @@ def test_logprobs_equal_those_of_the_trainer(learning, plain):
 
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
 def test_roll_outs_without_log_probabilities_train_alike(tmp_path, tiny, copy, plain, monkeypatch, device):
-    """Nothing else may depend on them. Their rounds can run on a device, whose texts the drafter learns from, too."""
+    """Nothing else may depend on them. Rounds can run on a device, and the drafter learns from these texts, too."""
     if device:
         monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     found = run(tmp_path, tiny, Watched(copy, LEARNS, logprobs=False))

@@ -244,7 +244,7 @@ def test_logits_and_states_equal_transformers(family, directory, target, model):
 
 @pytest.mark.parametrize("path", ["lean", "transformers"])
 def test_a_window_of_a_llama_counts(tmp_path, monkeypatch, path):
-    """Its `config.json` may have `sliding_window`, such as that of a Mistral saved as a Llama. vLLM hides what lies
+    """Its `config.json` may have `sliding_window`, such as a Mistral that was saved as a Llama. vLLM hides what lies
     outside of the window, and both steps do. The Llama of `transformers` hides it in `generate` alone, and only from
     tokens after the prompt; its Mistral, with the same weights, is the reference."""
     monkeypatch.setattr(lean, "SHORTEST_WINDOW", {"lean": 64, "transformers": 65}[path])

@@ -115,8 +115,8 @@ def test_llamacpps_texts_and_rounds_equal_our_own(
     plain = decode(target, prompts, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * len(prompts))
     assert [answers[place].output_ids for place in range(len(prompts))] == [one.output_ids for one in plain]
     said = [answers[place].drafting for place in range(len(prompts))]
-    # llama.cpp rounds the inputs of bf16 matrices to bf16. Of two draft tokens that are nearly equal (0.002 apart in
-    # one head) it can choose the other one, so that one text may have another number of rounds.
+    # llama.cpp rounds the inputs of bf16 matrices to bf16. In one head two draft tokens are only 0.002 apart, and it
+    # chooses the other token. One text may therefore have another number of rounds.
     counts = [(one.rounds, one.drafted) for one in said]
     equal = [place for place, one in enumerate(ours) if counts[place] == (one.target_passes, one.drafted)]
     assert len(equal) >= len(prompts) - 1, (counts, [(one.target_passes, one.drafted) for one in ours])

@@ -185,7 +185,7 @@ class HFModel:
         # Padding rows may exceed the context, where learned positions end and some RoPE frequencies change.
         self.last_position = (context_limit(config) or 1 << 31) - 1
         self.num_layers = config.num_hidden_layers
-        # Gemma 3n has several streams of hidden states; attention and MLP read one of them.
+        # Gemma 3n has several streams of hidden states; attention and MLP read only this one.
         self.stream: int | None = getattr(config, "altup_active_idx", None)
         self.window = window_size(config)
         self.mixed = len(set(getattr(config, "layer_types", None) or [])) > 1

@@ -44,7 +44,7 @@ FUSED_QKV, FUSED_GATE_UP = {"phi3"}, {"glm", "glm4", "phi3"}
 NEIGHBORS = {"ernie4_5", "glm", "glm4", "helium"}
 """Model types that rotate element 2i of a head with element 2i + 1."""
 PARTIAL = {"glm", "glm4", "phi3"}
-"""Model types that rotate a part of each head. `transformers` ignores `partial_rotary_factor` of others."""
+"""Model types that rotate a part of each head. For other types, `transformers` ignores `partial_rotary_factor`."""
 UNROTATED = "none"  # in `LayerLayout.ropes`
 GELU = "gelu_pytorch_tanh"
 
